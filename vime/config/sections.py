@@ -1,0 +1,180 @@
+"""Every setting of vime's own, one frozen dataclass per concern. Flags and YAML names are generated from these.
+
+Upstream's names are kept. Settings that belong to Megatron, vLLM or vllm-router are not listed here: they keep their
+owners' names and travel in `Config.megatron`, `Config.vllm` and `Config.router`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vime.config.schema import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Which devices train and which generate."""
+
+    platform: str = setting("auto", "hardware to run on: auto, cpu, cuda, or a name an entry point registers")
+    actor_num_nodes: int = setting(1, "nodes that train")
+    actor_num_gpus_per_node: int = setting(1, "training ranks per node (devices; on the CPU platform, processes)")
+    rollout_num_gpus: int | None = setting(None, "devices for engines; default: training's with --colocate, else 1")
+    rollout_num_gpus_per_engine: int = setting(1, "devices of one engine (its tensor parallel size)")
+    colocate: bool = setting(False, "trainer and engines share the devices")
+    ray_address: str | None = setting(None, "join this Ray cluster ('auto' or host:port); default: start one here")
+    num_cpus: int | None = setting(None, "CPU cores Ray may use when it is started here; default: all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Where the model comes from and where it goes."""
+
+    hf_checkpoint: str = setting("", "model to start from: an HF checkpoint folder or a hub name (required)")
+    ref_load: str | None = setting(None, "HF checkpoint of the reference model; default: --hf-checkpoint")
+    load: str | None = setting(None, "folder of checkpoints written by --save to resume from; its newest is taken")
+    save: str | None = setting(None, "folder for training checkpoints; default: none are written")
+    save_interval: int | None = setting(None, "write a checkpoint every this many rollouts; the last is always written")
+    save_hf: str | None = setting(None, "write an HF checkpoint here when training ends; {rollout_id} is replaced")
+    no_save_optim: bool = setting(False, "leave optimizer and random state out of checkpoints (they cannot be resumed)")
+    no_load_optim: bool = setting(False, "resume the weights only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Prompts."""
+
+    prompt_data: str | None = setting(None, "JSONL file of prompts")
+    input_key: str = setting("input", "key of the prompt: a string, or a list of chat messages")
+    label_key: str | None = setting(None, "key of the reference answer")
+    metadata_key: str = setting("metadata", "key of a JSON object kept with the sample")
+    tool_key: str = setting("tools", "key of the tool definitions handed to the chat template")
+    apply_chat_template: bool = setting(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "JSON object of further arguments to the chat template")
+    rollout_shuffle: bool = setting(False, "shuffle the prompts anew each epoch, seeded by --rollout-seed")
+    rollout_seed: int = setting(42, "seed of the shuffle and of sampling")
+    rollout_max_prompt_len: int | None = setting(None, "drop prompts of more tokens than this")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Generation."""
+
+    num_rollout: int | None = setting(None, "rollouts to run; or give --num-epoch")
+    num_epoch: int | None = setting(None, "epochs over the prompts, when --num-rollout is not given")
+    start_rollout_id: int | None = setting(None, "number of the first rollout; default: 0, or where --load stopped")
+    rollout_batch_size: int = setting(0, "prompts per rollout (required)")
+    n_samples_per_prompt: int = setting(1, "samples per prompt: the group size")
+    over_sampling_batch_size: int | None = setting(None, "prompts asked for at a time; default: --rollout-batch-size")
+    rollout_function_path: str = setting(
+        "vime.rollout.vllm_rollout.generate_rollout", "dotted path of the rollout function"
+    )
+    eval_function_path: str | None = setting(None, "dotted path of the rollout function of evaluation")
+    custom_generate_function_path: str | None = setting(None, "dotted path of a function that generates one sample")
+    dynamic_sampling_filter_path: str | None = setting(
+        None, "dotted path of a filter (config, samples) -> bool or FilterOutput; a dropped group is replaced"
+    )
+    rollout_temperature: float = setting(1.0, "sampling temperature, above 0; log-probs are of the same temperature")
+    rollout_top_p: float = setting(1.0, "nucleus sampling; only 1.0 until the trainer computes over the same support")
+    rollout_top_k: int = setting(-1, "top-k sampling; only -1 until the trainer computes over the same support")
+    rollout_max_response_len: int = setting(1024, "tokens a response may have")
+    rollout_max_context_len: int | None = setting(None, "tokens prompt and response may have together")
+    rollout_stop: list[str] = setting([], "strings that end a response")
+    rollout_stop_token_ids: list[int] = setting([], "token ids that end a response")
+    rollout_skip_special_tokens: bool = setting(True, "leave special tokens out of the response text given to rewards")
+    rollout_concurrency: int = setting(512, "requests in flight at a time, over all engines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """Scoring."""
+
+    rm_type: str | None = setting(None, "built-in reward: exact_match, math, gsm8k; a sample's metadata.rm_type wins")
+    custom_rm_path: str | None = setting(None, "dotted path of async (config, sample) -> float or dict of floats")
+    group_rm: bool = setting(False, "the custom reward scores a whole group: async (config, samples) -> list")
+    reward_key: str | None = setting(None, "entry of a dict reward to train on")
+    rm_timeout_s: float = setting(10.0, "seconds a built-in grader may take for one sample before it is killed")
+    rm_num_workers: int = setting(1, "grader processes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation. Sampling settings default to the rollout's."""
+
+    eval_interval: int | None = setting(None, "evaluate every this many rollouts, and after the last")
+    eval_prompt_data: list[str] = setting([], "pairs NAME PATH of held-out sets")
+    skip_eval_before_train: bool = setting(False, "do not evaluate before the first step")
+    eval_input_key: str | None = setting(None, "default: --input-key")
+    eval_label_key: str | None = setting(None, "default: --label-key")
+    n_samples_per_eval_prompt: int = setting(1, "samples per held-out prompt")
+    eval_temperature: float | None = setting(None, "0 is greedy; default: --rollout-temperature")
+    eval_top_p: float | None = setting(None, "nucleus sampling in evaluation; default: --rollout-top-p")
+    eval_top_k: int | None = setting(None, "top-k sampling in evaluation; default: --rollout-top-k")
+    eval_max_response_len: int | None = setting(None, "default: --rollout-max-response-len")
+    eval_reward_key: str | None = setting(None, "entry of a dict reward to report; default: --reward-key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgoConfig:
+    """The algorithm. docs/algorithms gives each default's reason."""
+
+    loss_type: str = setting("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss"))
+    advantage_estimator: str = setting("grpo", "how rewards become advantages", choices=("grpo",))
+    disable_grpo_std_normalization: bool = setting(False, "centre rewards but do not divide by the group's std")
+    disable_rewards_normalization: bool = setting(False, "use raw rewards as advantages")
+    eps_clip: float = setting(0.2, "lower clip bound of the ratio, as an offset from 1")
+    eps_clip_high: float | None = setting(None, "upper clip bound, as an offset from 1; default: --eps-clip")
+    eps_clip_c: float | None = setting(None, "dual-clip bound for negative advantages, above 1; default: off")
+    use_kl_loss: bool = setting(False, "add the KL to the reference model to the loss")
+    kl_loss_coef: float = setting(0.0, "its coefficient")
+    kl_loss_type: str = setting("k3", "its estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Batching and the learning-rate schedule. Model, optimizer and parallelism settings are Megatron's own flags."""
+
+    global_batch_size: int | None = setting(None, "trajectories per optimizer step; default: one step per rollout")
+    num_steps_per_rollout: int | None = setting(None, "optimizer steps per rollout, instead of --global-batch-size")
+    micro_batch_size: int = setting(1, "samples per forward pass when --use-dynamic-batch-size is off")
+    use_dynamic_batch_size: bool = setting(False, "fill micro-batches up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int | None = setting(None, "tokens in one forward pass of one rank")
+    log_probs_max_tokens_per_gpu: int | None = setting(None, "the same without gradients; default: as with them")
+    log_probs_chunk_size: int = setting(1024, "tokens whose logits are held at a time in log-prob and entropy")
+    lr_decay_style: str = setting(
+        "constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = setting(None, "optimizer steps of the schedule; default: all of the run")
+    lr_warmup_iters: int = setting(0, "optimizer steps of linear warm-up")
+    lr_warmup_init: float = setting(0.0, "learning rate the warm-up starts from")
+    seed: int = setting(1234, "seed of training")
+    distributed_timeout_minutes: int = setting(10, "collectives that take longer fail")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """Weight sync: trainer to engines."""
+
+    update_weight_transport: str = setting(
+        "auto", "how weights travel; auto: the platform's best", choices=("auto", "shm", "disk")
+    )
+    update_weight_buffer_size: int = setting(512 << 20, "bytes of one bucket")
+    update_weight_disk_dir: str | None = setting(None, "folder of the disk transport; default: inside the run folder")
+    weight_probe_interval: int = setting(
+        50,
+        "probe the engines (greedy tokens re-scored by the trainer) every this many syncs, and at the first; 0: never",
+    )
+    weight_probe_tolerance: float | None = setting(
+        None, "largest log-prob difference a probe may show; default: 1e-4 in float32, 0.25 in bf16"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """The run folder and what is written there."""
+
+    run_dir: str = setting("runs/{time}", "folder of this run; {time} is replaced by its start time")
+    use_tensorboard: bool = setting(False, "write TensorBoard events under the run folder")
+    no_save_rollouts: bool = setting(False, "do not keep the rollouts trained on")
+    engine_start_timeout_s: float = setting(600.0, "seconds an engine may take to start")

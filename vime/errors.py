@@ -1,0 +1,49 @@
+"""Every exception that vime raises on purpose.
+
+VimeError
+├── ConfigError (also ValueError)   a setting is wrong; lists all problems found
+├── DataError (also ValueError)     a prompt file or sample is malformed
+├── EngineError                     an inference engine answered with an error or not at all
+│   └── EngineDead                  its process is gone
+├── WeightSyncError                 a weight set did not arrive as it was sent
+└── TrainingError                   the trainer cannot go on (a NaN loss, a rank that died)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VimeError(Exception):
+    """Base of all errors of vime."""
+
+
+class ConfigError(VimeError, ValueError):
+    """One or more settings are wrong. `problems` holds one sentence each: what, the value, what to do."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return ConfigError, (self.problems,)
+
+
+class DataError(VimeError, ValueError):
+    """A prompt file or a sample is malformed; the message names the file and line, or the sample."""
+
+
+class EngineError(VimeError):
+    """An inference engine answered with an error, or not at all."""
+
+
+class EngineDead(EngineError):
+    """The engine's server process is gone; the message carries the end of its log."""
+
+
+class WeightSyncError(VimeError):
+    """A weight set did not arrive as it was sent; the message names the tensors."""
+
+
+class TrainingError(VimeError):
+    """The trainer cannot go on; the message names rank, step and policy version."""

@@ -1,0 +1,46 @@
+"""The contract of a hardware platform: what differs between kinds of devices, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Platform(Protocol):
+    """Chosen once at start (`vime.platform.get_platform`) and passed to whoever needs it."""
+
+    name: str
+    """As in --platform."""
+    device_type: str
+    """torch's device type: "cpu", "cuda"."""
+    collective_backend: str
+    """torch.distributed backend: "gloo", "nccl"."""
+    ray_resource: str
+    """Ray's resource name of one device: "CPU", "GPU"."""
+    visible_devices_variable: str | None
+    """Environment variable that narrows the devices of a process; None where there is none."""
+    transports: tuple[str, ...]
+    """Weight transports this platform can do, best first."""
+
+    def device_count(self) -> int:
+        """Devices on this node (on the CPU platform: processes worth starting)."""
+
+    def total_memory_bytes(self) -> int:
+        """Memory of one device."""
+
+    def missing(self) -> list[str]:
+        """What this machine lacks to run vime here: one sentence each, with the remedy. Empty when all is there."""
+
+    def engine_arguments(self, model: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+        """vLLM engine arguments (field names of AsyncEngineArgs) that are right for these devices.
+
+        Args:
+            model: the HF config of the model, as a dict.
+            max_model_len: tokens of prompt and response together.
+        """
+
+    def engine_environment(self) -> dict[str, str]:
+        """Environment variables of an engine's process."""
+
+    def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
+        """Environment variables of a training rank's process (threads, allocator)."""

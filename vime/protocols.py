@@ -1,0 +1,203 @@
+"""The seams between the stages. A Ray handle and the in-process object satisfy the same protocol.
+
+The loops (vime/loop) are written on these alone; orchestration builds the objects and passes them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vime.types import Group, Metrics, PolicyVersion, RolloutResult, Sample, TrainBatch, VersionSpan
+from vime.wire import BucketMessage
+
+if TYPE_CHECKING:
+    from vime.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Log-probs come back under the same temperature."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Tokens in. One request may ask for a whole group (`sampling.n`)."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    session_id: str | None = None
+    """Requests of one session go to one engine, so that its prefix cache helps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Tokens out: one sampled continuation."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """One per token, natural log, processed at the sampling temperature."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    weight_versions: tuple[VersionSpan, ...]
+    """Spans relative to the first token here."""
+    routed_experts: npt.NDArray[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Greedy continuations with their log-probs, for the trainer to re-score after a weight sync."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    completions: tuple[Completion, ...]
+
+
+class Trainer(Protocol):
+    """The policy under training. Its methods are collective over all its ranks."""
+
+    def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """[T] log-probs of each token under the current policy; NaN at each sample's first token."""
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        """Old and reference log-probs where needed, loss, and one optimizer step per plan in `batch.steps`."""
+
+    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
+        """All weights under their HF names, bucket by bucket; a bucket is valid until the next is asked for."""
+
+    def weight_names(self) -> list[str]:
+        """Every HF name that `weights` sends, in order."""
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, scheduler and random state under `path`."""
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote."""
+
+    def export_hf(self, path: Path) -> None:
+        """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
+
+    def offload(self) -> None:
+        """Leave the device (colocate)."""
+
+    def onload(self) -> None:
+        """Come back to the device (colocate)."""
+
+
+class Engines(Protocol):
+    """All engines as a rollout function sees them: one place to send requests to."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """`sampling.n` completions. Raises: EngineError."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests; they answer with what they have, finish_reason "abort"."""
+
+
+class Engine(Protocol):
+    """One inference engine's control side. Calls go straight to it, never through the router."""
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop scheduling. mode: keep (requests are frozen), wait (until they end), abort (partial answers)."""
+
+    def resume(self) -> None: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self, tags: Sequence[str] = ()) -> None: ...
+
+    def begin_weights(self, version: PolicyVersion, transport: str, names: Sequence[str]) -> None:
+        """Open a weight sync: what will come, by which transport, and the names to be loaded exactly once."""
+
+    def receive(self, bucket: BucketMessage) -> None:
+        """Load one bucket. Raises: WeightSyncError naming the tensors whose checksum differs."""
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Close the sync: every name loaded once, prefix cache reset, version stamped. Raises: WeightSyncError."""
+
+    def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
+        """Greedy continuations of a few fixed prompts."""
+
+    def health(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Moves buckets from the trainer to engines."""
+
+    def connect(self, trainer: Trainer, engines: Sequence[Engine]) -> None: ...
+
+    def send(self, version: PolicyVersion, buckets: Iterable[BucketMessage]) -> None:
+        """Every bucket to every engine."""
+
+    def close(self) -> None: ...
+
+
+class BucketWriter(Protocol):
+    """The trainer's end of a transport: puts one bucket's bytes where the engines can read them."""
+
+    def write(self, tensors: Sequence[tuple[str, Any]], version: PolicyVersion, index: int) -> BucketMessage:
+        """Lay out [(HF name, torch tensor)]; the previous bucket's place may be reused."""
+
+    def close(self) -> None: ...
+
+
+class BucketReader(Protocol):
+    """The engine's end of a transport, inside the engine's worker process."""
+
+    def read(self, bucket: BucketMessage) -> list[tuple[str, Any]]:
+        """[(HF name, torch tensor)]. The tensors need not outlive the call that loads them."""
+
+    def close(self) -> None: ...
+
+
+class DataSource(Protocol):
+    """The data buffer as the rollout sees it."""
+
+    def get_groups(self, n: int) -> list[Group]:
+        """n groups of pending samples with their prompt tokens; those put back come first."""
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Return unfinished groups, to be handed out again."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready; what `restore` needs to continue exactly here."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def epoch_size(self) -> int | None:
+        """Prompts in one epoch; None for a stream (which Python's `len` could not say)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What user hooks receive as `config`: the resolved settings, and the live handles they may need."""
+
+    config: Config
+    engines: Engines
+    tokenizer: Any
+    """A transformers tokenizer: encode for prompts, decode for rewards; never to re-tokenise a response."""
+    reward: RewardFunction = field(repr=False)
+    """Scores a sample as the run is configured; never raises for a bad response."""
+
+
+RolloutFunction: TypeAlias = Callable[..., RolloutResult]
+"""(config: RolloutContext, rollout_id: int, data_source, engines, evaluation: bool = False) -> RolloutResult"""
+GenerateFunction: TypeAlias = Callable[[RolloutContext, Sample, SamplingParams], Awaitable["Sample | list[Sample]"]]
+RewardFunction: TypeAlias = Callable[[RolloutContext, Sample], Awaitable["float | dict[str, float]"]]

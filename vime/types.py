@@ -1,0 +1,254 @@
+"""The data that travels between the stages: Sample, Group, RolloutResult, TrainBatch.
+
+Shapes: B samples, T packed tokens (the sum of the samples' lengths), R response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Metrics: TypeAlias = dict[str, float]
+PolicyVersion: TypeAlias = int  # +1 per published weight set; 0 is what the engines were started with
+Message: TypeAlias = dict[str, Any]
+
+
+class SampleStatus(StrEnum):
+    """Where a sample's generation stands."""
+
+    PENDING = "pending"  # not generated yet
+    COMPLETED = "completed"  # ended by itself: end-of-sequence or a stop string
+    TRUNCATED = "truncated"  # cut by a length limit
+    ABORTED = "aborted"  # stopped from outside; may be continued
+    FAILED = "failed"  # cannot be used; `metadata["error"]` says why
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by policy `version`."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+# Fields that have one entry per response token, or count them; only `append_response` may change them.
+_ALIGNED = frozenset(
+    {"tokens", "response_length", "loss_mask", "rollout_log_probs", "routed_experts", "weight_versions"}
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One trajectory, or one piece of it: a prompt, a response, and all that training needs to know of them.
+
+    The aligned fields are immutable tuples: `append_response` is their one mutator, so none of them can be out of
+    step with the tokens. Everything else may be set freely by hooks and rewards.
+    """
+
+    prompt: str | list[Message] = ""
+    """What the user's file held; never tokenised again after `tokens` was made."""
+    tokens: tuple[int, ...] = ()
+    """Prompt ids, then response ids."""
+    response_length: int = 0
+    """Number of response ids at the end of `tokens` (R)."""
+    response: str = ""
+    """The response as text, for rewards; training never reads it."""
+    loss_mask: tuple[int, ...] = ()
+    """R entries: 1 where the policy sampled the token and it gets gradient, 0 for tool or environment tokens."""
+    rollout_log_probs: tuple[float, ...] = ()
+    """R entries, natural log, of what the engine sampled from; NaN where `loss_mask` is 0 (nobody sampled it)."""
+    routed_experts: npt.NDArray[Any] | None = None
+    """[len(tokens) - 1, layers, top_k] uint8 or uint16: the experts the engine used for each token."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Which policy version sampled which response tokens; spans are ordered and do not overlap."""
+    reward: float | dict[str, float] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    group_id: int = -1
+    sample_id: int = -1
+    trajectory_id: int = -1
+    """Siblings split from one episode share it and count once in the loss and in group statistics."""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    """Spans of this sample's life: {"name", "start_s", "end_s"}."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "tokens", tuple(self.tokens))
+        put(self, "loss_mask", tuple(self.loss_mask))
+        put(self, "rollout_log_probs", tuple(self.rollout_log_probs))
+        put(self, "weight_versions", tuple(self.weight_versions))
+        self._check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Slots are unset while __init__ runs; afterwards the aligned fields are closed.
+        if name in _ALIGNED and hasattr(self, "trace"):
+            raise AttributeError(f"Sample.{name} is aligned with the tokens; use append_response")
+        object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        r = self.response_length
+        if not 0 <= r <= len(self.tokens):
+            raise ValueError(f"response_length is {r}, but the sample has {len(self.tokens)} tokens")
+        for name, values in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+            if len(values) != r:
+                raise ValueError(f"{name} has {len(values)} entries for {r} response tokens")
+        if bad := set(self.loss_mask) - {0, 1}:
+            raise ValueError(f"loss_mask holds {sorted(bad)}; only 0 and 1 mean something")
+        for t, (m, lp) in enumerate(zip(self.loss_mask, self.rollout_log_probs, strict=True)):
+            if m and not (math.isfinite(lp) and lp <= 1e-4):
+                raise ValueError(f"response token {t} is trainable but its rollout log-prob is {lp}")
+        end = 0
+        for span in self.weight_versions:
+            if not end <= span.start < span.end <= r:
+                raise ValueError(f"weight_versions span {span} overlaps another or leaves the {r} response tokens")
+            end = span.end
+        if self.routed_experts is not None and len(self.routed_experts) > max(len(self.tokens) - 1, 0):
+            raise ValueError(
+                f"routed_experts has {len(self.routed_experts)} rows for {len(self.tokens)} tokens (one less at most)"
+            )
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The ids before the response."""
+        return self.tokens[: len(self.tokens) - self.response_length]
+
+    @property
+    def response_tokens(self) -> tuple[int, ...]:
+        """The ids of the response."""
+        return self.tokens[len(self.tokens) - self.response_length :]
+
+    def append_response(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        *,
+        trainable: bool = True,
+        version: PolicyVersion | Iterable[VersionSpan] | None = None,
+        routed_experts: npt.NDArray[Any] | None = None,
+    ) -> None:
+        """Append response tokens; the one way to lengthen a sample.
+
+        Args:
+            token_ids: the new ids.
+            log_probs: one per id, as the engine sampled them; required when `trainable`, refused otherwise.
+            trainable: False for tokens that a tool or environment wrote (loss_mask 0).
+            version: the policy version that sampled them, or spans relative to the first new token.
+            routed_experts: replaces the rows known so far; at most one row per token but the last.
+        Raises: ValueError if a length is off or a trainable token has no finite log-prob. The sample is then unchanged.
+        """
+        n, r = len(token_ids), self.response_length
+        if trainable and (log_probs is None or len(log_probs) != n):
+            got = "none" if log_probs is None else str(len(log_probs))
+            raise ValueError(f"{n} trainable tokens need {n} log-probs, got {got}")
+        if not trainable and log_probs is not None:
+            raise ValueError("tokens that nobody sampled have no log-probs; pass none with trainable=False")
+        if isinstance(version, int):
+            version = (VersionSpan(version, 0, n),) if n else ()
+        new = Sample(
+            tokens=(*self.tokens, *token_ids),
+            response_length=r + n,
+            loss_mask=(*self.loss_mask, *([int(trainable)] * n)),
+            rollout_log_probs=(*self.rollout_log_probs, *(log_probs if log_probs is not None else [math.nan] * n)),
+            weight_versions=(
+                *self.weight_versions,
+                *(VersionSpan(s.version, s.start + r, s.end + r) for s in version or ()),
+            ),
+            routed_experts=self.routed_experts if routed_experts is None else routed_experts,
+        )
+        for name in _ALIGNED:
+            object.__setattr__(self, name, getattr(new, name))
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt, explicit: never a stride, never a position."""
+
+    group_id: int
+    samples: list[Sample]
+
+    def __post_init__(self) -> None:
+        if wrong := [s.sample_id for s in self.samples if s.group_id != self.group_id]:
+            raise ValueError(f"group {self.group_id} holds samples of other groups: sample_id {wrong}")
+
+
+@dataclass(slots=True)
+class RolloutResult:
+    """What a rollout function returns: finished groups in a reproducible order, and its metrics."""
+
+    groups: list[Group]
+    metrics: Metrics = field(default_factory=dict)
+
+
+# One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
+StepPlan: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """A rollout as columns, ready to pack. Token columns are ragged: sample i owns [cu_seqlens[i], cu_seqlens[i+1]).
+
+    Token columns are aligned with the token they speak of, so position 0 of each sample (which nothing predicts) and
+    the prompt carry mask 0.
+    """
+
+    rollout_id: int
+    tokens: npt.NDArray[np.int32]
+    """[T]"""
+    cu_seqlens: npt.NDArray[np.int64]
+    """[B + 1]"""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 where the token gets gradient."""
+    rollout_log_probs: npt.NDArray[np.float32]
+    """[T] NaN where the mask is 0."""
+    loss_weights: npt.NDArray[np.float32]
+    """[T] what each token's loss is multiplied with before the plain sum over the optimizer step (algo/reduce.py)."""
+    advantages: npt.NDArray[np.float32]
+    """[B] one per sample, spread over its tokens by the trainer."""
+    rewards: npt.NDArray[np.float32]
+    """[B] raw."""
+    group_ids: npt.NDArray[np.int64]
+    """[B]"""
+    trajectory_ids: npt.NDArray[np.int64]
+    """[B]"""
+    steps: tuple[StepPlan, ...]
+    """One plan per optimizer step."""
+    global_batch_size: int
+    """Trajectories per optimizer step: the constant the loss is averaged over."""
+    truncated: npt.NDArray[np.bool_]
+    """[B] the response was cut by a length limit."""
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Further columns by name, [B] or [T]."""
+
+    def __post_init__(self) -> None:
+        b, t = len(self.cu_seqlens) - 1, int(self.cu_seqlens[-1])
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "loss_weights"):
+            if getattr(self, name).shape != (t,):
+                raise ValueError(f"TrainBatch.{name} has shape {getattr(self, name).shape}, expected ({t},)")
+        for name in ("advantages", "rewards", "group_ids", "trajectory_ids", "truncated"):
+            if getattr(self, name).shape != (b,):
+                raise ValueError(f"TrainBatch.{name} has shape {getattr(self, name).shape}, expected ({b},)")
+        for k, step in enumerate(self.steps):
+            counts = {len(rank) for rank in step}
+            if len(counts) != 1:
+                raise ValueError(f"step {k}: dp ranks have different numbers of micro-batches: {sorted(counts)}")
+        planned = sorted(i for step in self.steps for rank in step for micro in rank for i in micro)
+        if planned != list(range(b)):
+            raise ValueError(f"the plan covers {len(planned)} of {b} samples, or some twice")
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[B] tokens of each sample."""
+        return np.diff(self.cu_seqlens)
