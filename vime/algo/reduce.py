@@ -77,7 +77,8 @@ def _checked_mask(
             f"cu_seqlens tells of {len(cu_seqlens) - 1} samples with {int(cu_seqlens[-1])} tokens, "
             f"but the mask is {mask.shape} and the ids are {ids.shape}"
         )
-    return (mask != 0).astype(np.float64)
+    on: npt.NDArray[np.float64] = (mask != 0).astype(np.float64)
+    return on
 
 
 def _pooled_weights(
