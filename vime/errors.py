@@ -3,6 +3,7 @@
 VimeError
 ├── ConfigError (also ValueError)   a setting is wrong; lists all problems found
 ├── DataError (also ValueError)     a prompt file or sample is malformed
+├── RewardError                     a reward function gave no usable number, or graders cannot run at all
 ├── EngineError                     an inference engine answered with an error or not at all
 │   └── EngineDead                  its process is gone
 ├── WeightSyncError                 a weight set did not arrive as it was sent
@@ -31,6 +32,10 @@ class ConfigError(VimeError, ValueError):
 
 class DataError(VimeError, ValueError):
     """A prompt file or a sample is malformed; the message names the file and line, or the sample."""
+
+
+class RewardError(VimeError):
+    """A reward function raised or gave no usable number, or graders cannot run; the message names which."""
 
 
 class EngineError(VimeError):

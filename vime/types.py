@@ -40,7 +40,7 @@ class VersionSpan:
 
 # Fields that have one entry per response token, or count them; only `append_response` may change them.
 _ALIGNED = frozenset(
-    {"tokens", "response_length", "loss_mask", "rollout_log_probs", "routed_experts", "weight_versions"}
+    {"tokens", "response_length", "loss_mask", "rollout_log_probs", "routed_experts", "weight_versions", "supervised"}
 )
 
 
@@ -63,7 +63,10 @@ class Sample:
     loss_mask: tuple[int, ...] = ()
     """R entries: 1 where the policy sampled the token and it gets gradient, 0 for tool or environment tokens."""
     rollout_log_probs: tuple[float, ...] = ()
-    """R entries, natural log, of what the engine sampled from; NaN where `loss_mask` is 0 (nobody sampled it)."""
+    """R entries, natural log, of what the engine sampled from; NaN where nobody sampled the token: mask 0, supervised."""
+    supervised: bool = False
+    """The response is a given answer to imitate (SFT): its trainable tokens were not sampled, so a policy loss is an
+    error on this sample."""
     routed_experts: npt.NDArray[Any] | None = None
     """[len(tokens) - 1, layers, top_k] uint8 or uint16: the experts the engine used for each token."""
     weight_versions: tuple[VersionSpan, ...] = ()
@@ -103,7 +106,9 @@ class Sample:
         if bad := set(self.loss_mask) - {0, 1}:
             raise ValueError(f"loss_mask holds {sorted(bad)}; only 0 and 1 mean something")
         for t, (m, lp) in enumerate(zip(self.loss_mask, self.rollout_log_probs, strict=True)):
-            if m and not (math.isfinite(lp) and lp <= 1e-4):
+            if self.supervised and not math.isnan(lp):
+                raise ValueError(f"response token {t} of a supervised sample has log-prob {lp}; nobody sampled it")
+            if m and not self.supervised and not (math.isfinite(lp) and lp <= 1e-4):
                 raise ValueError(f"response token {t} is trainable but its rollout log-prob is {lp}")
         end = 0
         for span in self.weight_versions:
@@ -131,6 +136,7 @@ class Sample:
         log_probs: Sequence[float] | None = None,
         *,
         trainable: bool = True,
+        supervised: bool = False,
         version: PolicyVersion | Iterable[VersionSpan] | None = None,
         routed_experts: npt.NDArray[Any] | None = None,
     ) -> None:
@@ -140,12 +146,18 @@ class Sample:
             token_ids: the new ids.
             log_probs: one per id, as the engine sampled them; required when `trainable`, refused otherwise.
             trainable: False for tokens that a tool or environment wrote (loss_mask 0).
+            supervised: the tokens are a given answer to be imitated: no log-probs, and the sample is marked for good;
+                sampled and supervised tokens never share a sample.
             version: the policy version that sampled them, or spans relative to the first new token.
             routed_experts: replaces the rows known so far; at most one row per token but the last.
         Raises: ValueError if a length is off or a trainable token has no finite log-prob. The sample is then unchanged.
         """
         n, r = len(token_ids), self.response_length
-        if trainable and (log_probs is None or len(log_probs) != n):
+        if supervised and (log_probs is not None or not trainable):
+            raise ValueError("supervised tokens are trainable and have no log-probs; nobody sampled them")
+        if supervised != self.supervised and (1 in self.loss_mask or self.supervised) and trainable:
+            raise ValueError("sampled and supervised tokens cannot share a sample")
+        if trainable and not supervised and (log_probs is None or len(log_probs) != n):
             got = "none" if log_probs is None else str(len(log_probs))
             raise ValueError(f"{n} trainable tokens need {n} log-probs, got {got}")
         if not trainable and log_probs is not None:
@@ -162,6 +174,7 @@ class Sample:
                 *(VersionSpan(s.version, s.start + r, s.end + r) for s in version or ()),
             ),
             routed_experts=self.routed_experts if routed_experts is None else routed_experts,
+            supervised=self.supervised or supervised,
         )
         for name in _ALIGNED:
             object.__setattr__(self, name, getattr(new, name))
@@ -207,7 +220,7 @@ class TrainBatch:
     loss_mask: npt.NDArray[np.uint8]
     """[T] 1 where the token gets gradient."""
     rollout_log_probs: npt.NDArray[np.float32]
-    """[T] NaN where the mask is 0."""
+    """[T] NaN where the mask is 0, and everywhere in a batch of supervised samples."""
     loss_weights: npt.NDArray[np.float32]
     """[T] what each token's loss is multiplied with before the plain sum over the optimizer step (algo/reduce.py)."""
     advantages: npt.NDArray[np.float32]
