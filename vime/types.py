@@ -63,7 +63,7 @@ class Sample:
     loss_mask: tuple[int, ...] = ()
     """R entries: 1 where the policy sampled the token and it gets gradient, 0 for tool or environment tokens."""
     rollout_log_probs: tuple[float, ...] = ()
-    """R entries, natural log, of what the engine sampled from; NaN where nobody sampled the token: mask 0, supervised."""
+    """R entries, natural log, of what the engine sampled from; NaN where nobody sampled it: mask 0, or supervised."""
     supervised: bool = False
     """The response is a given answer to imitate (SFT): its trainable tokens were not sampled, so a policy loss is an
     error on this sample."""

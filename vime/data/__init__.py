@@ -1,0 +1,1 @@
+"""Prompts, the data buffer, and packing: plain Python and numpy, seeded, resumable."""
