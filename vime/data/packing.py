@@ -1,4 +1,4 @@
-"""The plan of a rollout's training: which samples form an optimizer step, and which micro-batch of which rank takes them.
+"""The plan of a rollout's training: which samples form an optimizer step, and which go into which micro-batch.
 
 Pure: lengths in, indices out. The same input gives the same plan on every machine. Times are not modelled; ranks are
 balanced by token count.
@@ -6,6 +6,7 @@ balanced by token count.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def _plan_step(
 
 def _fill(by_length: list[int], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[_Bin]:
     """A multiple of dp_size bins within the token limit: as few as found, spread evenly where that fits."""
-    packed = _first_fit(by_length, lengths, max_tokens)
+    packed = _best_fit(by_length, lengths, max_tokens)
     most = -(-len(packed) // dp_size)
     fewest = -(-sum(lengths[i] for i in by_length) // (max_tokens * dp_size))
     for rows in range(max(fewest, 1), most + 1):
@@ -150,14 +151,17 @@ def _spread(
     return bins
 
 
-def _first_fit(by_length: list[int], lengths: Sequence[int], max_tokens: int) -> list[_Bin]:
-    """First-fit decreasing: each sample into the first bin with room. At most 11/9 of the best count, plus one."""
+def _best_fit(by_length: list[int], lengths: Sequence[int], max_tokens: int) -> list[_Bin]:
+    """Best-fit decreasing: each sample into the fullest bin with room. At most 11/9 of the fewest bins, plus one."""
     bins: list[_Bin] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for i in by_length:
-        home = next((b for b in bins if b.tokens + lengths[i] <= max_tokens), None)
-        if home is None:
-            bins.append(home := _Bin())
-        home.add(i, lengths[i])
+        at = bisect.bisect_left(room, (lengths[i], -1))
+        left, k = room.pop(at) if at < len(room) else (max_tokens, len(bins))
+        if k == len(bins):
+            bins.append(_Bin())
+        bins[k].add(i, lengths[i])
+        bisect.insort(room, (left - lengths[i], k))
     return bins
 
 

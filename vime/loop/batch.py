@@ -1,0 +1,228 @@
+"""Groups to a TrainBatch: rewards, advantages, masks, loss weights and the plan of optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from vime.algo.advantages import ESTIMATORS, STD_EPS
+from vime.algo.reduce import token_loss_weights, token_mean_weights
+from vime.config import AlgoConfig, TrainConfig
+from vime.data.packing import plan_steps
+from vime.errors import ConfigError, DataError
+from vime.types import Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
+
+
+def make_train_batch(
+    groups: Sequence[Group],
+    *,
+    rollout_id: int,
+    algo: AlgoConfig,
+    train: TrainConfig,
+    dp_size: int,
+    reward_key: str | None,
+    global_batch_size: int,
+) -> tuple[TrainBatch, Metrics]:
+    """Flatten a rollout into columns, ready to pack.
+
+    Args:
+        groups: finished groups of any sizes, in the order they are to be trained on.
+        rollout_id: their number.
+        algo: loss, advantage estimator and its normalisation.
+        train: batching of micro-batches.
+        dp_size: data-parallel ranks.
+        reward_key: the entry of a dict reward to train on.
+        global_batch_size: trajectories per optimizer step, the constant the loss is averaged over.
+
+    Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
+        sft_loss the advantages are 0 and a missing reward is NaN.
+    Raises: DataError naming the sample: an empty batch; a sample that failed or was never generated; a missing, NaN or
+        ambiguous reward, or a token that is trainable but has no rollout log-prob (policy_loss only); a sample too
+        long for a micro-batch. ConfigError on an estimator or loss type this function does not know.
+    """
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        raise DataError(f"rollout {rollout_id} holds no samples; the rollout function returned {len(groups)} groups")
+    if algo.loss_type not in ("policy_loss", "sft_loss"):
+        raise ConfigError(f"--loss-type is {algo.loss_type!r}; known are policy_loss and sft_loss")
+    is_policy = algo.loss_type == "policy_loss"
+    for s in samples:
+        _check_sample(s, is_policy)
+
+    lengths = np.fromiter((len(s.tokens) for s in samples), np.int64, len(samples))
+    cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    tokens, mask, log_probs = _token_columns(samples, cu_seqlens)
+    group_ids = np.fromiter((s.group_id for s in samples), np.int64, len(samples))
+    trajectory_ids = np.fromiter((s.trajectory_id for s in samples), np.int64, len(samples))
+    rewards = np.array([_scalar_reward(s, reward_key, required=is_policy) for s in samples], np.float64)
+
+    steps = _plan(lengths, trajectory_ids, global_batch_size=global_batch_size, dp_size=dp_size, train=train)
+    if is_policy:
+        _check_log_probs(samples, mask, log_probs, cu_seqlens)
+        advantages = _advantages(rewards, group_ids, trajectory_ids, algo)
+        weights = token_loss_weights(mask, cu_seqlens, trajectory_ids, global_batch_size)
+    else:
+        advantages = np.zeros(len(samples))
+        weights = token_mean_weights(mask, cu_seqlens, _step_of_sample(steps, len(samples)))
+    batch = TrainBatch(
+        rollout_id=rollout_id,
+        tokens=tokens,
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        loss_weights=weights.astype(np.float32),
+        advantages=advantages.astype(np.float32),
+        rewards=rewards.astype(np.float32),
+        group_ids=group_ids,
+        trajectory_ids=trajectory_ids,
+        steps=steps,
+        global_batch_size=global_batch_size,
+        truncated=np.array([s.status == SampleStatus.TRUNCATED for s in samples]),
+    )
+    return batch, _metrics(batch, rewards, advantages, is_policy=is_policy)
+
+
+def _name(s: Sample) -> str:
+    return f"sample {s.sample_id} of group {s.group_id}"
+
+
+def _check_sample(s: Sample, is_policy: bool) -> None:
+    if s.status in (SampleStatus.PENDING, SampleStatus.FAILED):
+        why = f" ({s.metadata['error']})" if "error" in s.metadata else ""
+        raise DataError(f"{_name(s)} is {s.status}{why}; the rollout function must finish or replace it")
+    if not s.tokens:
+        raise DataError(f"{_name(s)} has no tokens")
+    if s.trajectory_id < 0:
+        raise DataError(f"{_name(s)} has trajectory_id {s.trajectory_id}; give every episode its own number from 0")
+    if s.response_length == len(s.tokens) and s.loss_mask[0]:
+        raise DataError(f"{_name(s)} has no prompt, so nothing predicts its first token; mask that token out")
+
+
+def _token_columns(
+    samples: Sequence[Sample], cu_seqlens: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+    """tokens, loss_mask, rollout_log_probs, each [T]; mask 0 and NaN over prompts and masked tokens."""
+    total = int(cu_seqlens[-1])
+    tokens = np.fromiter(chain.from_iterable(s.tokens for s in samples), np.int32, total)
+    mask = np.zeros(total, np.uint8)
+    log_probs = np.full(total, np.nan, np.float32)
+    r = np.fromiter((s.response_length for s in samples), np.int64, len(samples))
+    is_response = np.arange(total) >= np.repeat(cu_seqlens[1:] - r, np.diff(cu_seqlens))
+    num_response = int(r.sum())
+    mask[is_response] = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.uint8, num_response)
+    log_probs[is_response] = np.fromiter(
+        chain.from_iterable(s.rollout_log_probs for s in samples), np.float32, num_response
+    )
+    log_probs[mask == 0] = np.nan
+    return tokens, mask, log_probs
+
+
+def _check_log_probs(
+    samples: Sequence[Sample],
+    mask: npt.NDArray[np.uint8],
+    log_probs: npt.NDArray[np.float32],
+    cu_seqlens: npt.NDArray[np.int64],
+) -> None:
+    missing = np.flatnonzero((mask != 0) & ~np.isfinite(log_probs))
+    if len(missing):
+        s = samples[int(np.searchsorted(cu_seqlens, missing[0], side="right")) - 1]
+        raise DataError(
+            f"{_name(s)} has a trainable token without a rollout log-prob ({len(missing)} in the batch); "
+            f"supervised tokens are for --loss-type sft_loss, and masked tokens need loss_mask 0"
+        )
+
+
+def _scalar_reward(s: Sample, key: str | None, *, required: bool) -> float:
+    """The number to train on; NaN where there is none and none is required."""
+    value = s.reward
+    if isinstance(value, dict):
+        if key is None:
+            raise DataError(f"{_name(s)} has a dict reward with {sorted(value)}; choose one by --reward-key")
+        if key not in value:
+            raise DataError(f"{_name(s)} has no reward {key!r} (--reward-key); it has {sorted(value)}")
+        value = value[key]
+    if value is None:
+        if required:
+            raise DataError(f"{_name(s)} has no reward; the rollout function must score every sample")
+        return math.nan
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise DataError(f"{_name(s)} has the reward {reward}; rewards must be finite")
+    return reward
+
+
+def _advantages(
+    rewards: npt.NDArray[np.float64],
+    group_ids: npt.NDArray[np.int64],
+    trajectory_ids: npt.NDArray[np.int64],
+    algo: AlgoConfig,
+) -> npt.NDArray[np.float64]:
+    if algo.disable_rewards_normalization:
+        return rewards.copy()
+    if algo.advantage_estimator not in ESTIMATORS:
+        raise ConfigError(
+            f"--advantage-estimator is {algo.advantage_estimator!r}; known are {', '.join(sorted(ESTIMATORS))}"
+        )
+    std_eps = None if algo.disable_grpo_std_normalization else STD_EPS
+    try:
+        return ESTIMATORS[algo.advantage_estimator](rewards, group_ids, trajectory_ids, std_eps=std_eps)
+    except ValueError as e:
+        raise DataError(f"advantages cannot be computed: {e}") from e
+
+
+def _plan(
+    lengths: npt.NDArray[np.int64],
+    trajectory_ids: npt.NDArray[np.int64],
+    *,
+    global_batch_size: int,
+    dp_size: int,
+    train: TrainConfig,
+) -> tuple[StepPlan, ...]:
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
+        raise ConfigError("--use-dynamic-batch-size fills micro-batches up to --max-tokens-per-gpu; set that, too")
+    return plan_steps(
+        lengths.tolist(),
+        trajectory_ids.tolist(),
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        micro_batch_size=train.micro_batch_size,
+    )
+
+
+def _step_of_sample(steps: Sequence[StepPlan], num_samples: int) -> npt.NDArray[np.int64]:
+    step_ids = np.empty(num_samples, np.int64)
+    for k, step in enumerate(steps):
+        step_ids[[i for rank in step for micro in rank for i in micro]] = k
+    return step_ids
+
+
+def _metrics(
+    batch: TrainBatch, rewards: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64], *, is_policy: bool
+) -> Metrics:
+    """What the batch says of the rollout; over trajectories, siblings once. Definitions: observability/metrics.py."""
+    _, first = np.unique(batch.trajectory_ids, return_index=True)
+    masked = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.cu_seqlens[:-1]) == 0
+    metrics = {
+        "rollout/total_lengths": float(batch.lengths.mean()),
+        "rollout/truncated": float(batch.truncated[first].mean()),
+        "rollout/masked_ratio": float(masked.mean()),
+    }
+    if not is_policy:
+        return metrics
+    values, groups = rewards[first], batch.group_ids[first]
+    _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
+    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(low, group, values)
+    np.maximum.at(high, group, values)
+    for name, column in (("raw_reward", values), ("advantages", advantages[first])):
+        metrics[f"rollout/{name}"] = float(column.mean())
+        metrics[f"rollout/{name}/min"] = float(column.min())
+        metrics[f"rollout/{name}/max"] = float(column.max())
+    metrics["rollout/rewards"] = metrics["rollout/advantages"]
+    metrics["rollout/zero_std"] = float((low == high).mean())
+    return metrics
