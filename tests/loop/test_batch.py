@@ -1,0 +1,161 @@
+"""Groups to TrainBatch, on hand-made samples with numbers derived beside them."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vime.config import AlgoConfig, TrainConfig
+from vime.errors import ConfigError, DataError
+from vime.loop.batch import make_train_batch
+from vime.types import Group, Sample, SampleStatus
+
+
+def sample(group_id, sample_id, reward, *, prompt=(1, 2), response=(3, 4), trajectory_id=None, **kw):
+    s = Sample(
+        tokens=prompt,
+        group_id=group_id,
+        sample_id=sample_id,
+        trajectory_id=sample_id if trajectory_id is None else trajectory_id,
+        reward=reward,
+        status=kw.pop("status", SampleStatus.COMPLETED),
+        **kw,
+    )
+    s.append_response(response, [-0.1 * (t + 1) for t in range(len(response))], version=0)
+    return s
+
+
+def make(groups, **kw):
+    settings = dict(
+        rollout_id=3, algo=AlgoConfig(), train=TrainConfig(), dp_size=1, reward_key=None, global_batch_size=4
+    )
+    return make_train_batch(groups, **(settings | kw))
+
+
+def two_groups():
+    return [
+        Group(5, [sample(5, 0, 1.0), sample(5, 1, 0.0, response=(7,))]),
+        Group(9, [sample(9, 2, 2.0, prompt=(1,)), sample(9, 3, 2.0, response=(6, 6, 6))]),
+    ]
+
+
+def test_columns_are_aligned_with_their_tokens():
+    batch, _ = make(two_groups())
+    assert batch.rollout_id == 3
+    assert batch.cu_seqlens.tolist() == [0, 4, 7, 10, 15]
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 1, 2, 7, 1, 3, 4, 1, 2, 6, 6, 6]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 1, 1]
+    expected = [np.nan] * 2 + [-0.1, -0.2] + [np.nan] * 2 + [-0.1, np.nan, -0.1, -0.2] + [np.nan] * 2
+    np.testing.assert_allclose(batch.rollout_log_probs, [*expected, -0.1, -0.2, -0.3], rtol=1e-6)
+    assert batch.group_ids.tolist() == [5, 5, 9, 9]
+    assert batch.rewards.tolist() == [1.0, 0.0, 2.0, 2.0]
+    assert batch.tokens.dtype == np.int32 and batch.loss_weights.dtype == np.float32
+
+
+def test_advantages_are_per_group_and_weights_are_the_trajectory_mean():
+    batch, metrics = make(two_groups())
+    a = 1 / math.sqrt(2)  # two rewards one apart: (1/2) / (std 1/sqrt 2)
+    np.testing.assert_allclose(batch.advantages, [a, -a, 0, 0], rtol=1e-5)
+    np.testing.assert_allclose(
+        batch.loss_weights, np.array([0, 0, 1 / 2, 1 / 2, 0, 0, 1, 0, 1 / 2, 1 / 2, 0, 0, 1 / 3, 1 / 3, 1 / 3]) / 4
+    )
+    assert metrics["rollout/raw_reward"] == 1.25
+    assert (metrics["rollout/raw_reward/min"], metrics["rollout/raw_reward/max"]) == (0, 2)
+    assert metrics["rollout/zero_std"] == 0.5
+    assert metrics["rollout/advantages/max"] == pytest.approx(a, rel=1e-5)
+    assert metrics["rollout/advantages"] == pytest.approx(0, abs=1e-12)
+
+
+def test_normalisation_settings():
+    groups = two_groups()
+    centred, _ = make(groups, algo=AlgoConfig(disable_grpo_std_normalization=True))
+    assert centred.advantages.tolist() == [0.5, -0.5, 0, 0]
+    raw, _ = make(groups, algo=AlgoConfig(disable_rewards_normalization=True))
+    assert raw.advantages.tolist() == [1, 0, 2, 2]
+
+
+def test_siblings_pool_their_tokens_and_count_once():
+    groups = [
+        Group(0, [sample(0, 0, 1.0, trajectory_id=8), sample(0, 1, 1.0, response=(3, 4, 5, 6), trajectory_id=8)]),
+        Group(1, [sample(1, 2, 0.0)]),
+    ]
+    groups[0].samples.append(sample(0, 3, 0.0))
+    batch, metrics = make(groups, global_batch_size=3)
+    weights = [batch.loss_weights[a:b].sum() for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+    np.testing.assert_allclose(weights, np.array([2 / 6, 4 / 6, 1, 1]) / 3, rtol=1e-6)
+    a = 1 / math.sqrt(2)
+    np.testing.assert_allclose(batch.advantages, [a, a, -a, 0], rtol=1e-5)
+    assert metrics["rollout/raw_reward"] == pytest.approx(1 / 3)
+
+
+def test_the_order_of_samples_and_steps_is_kept():
+    groups = [Group(g, [sample(g, 2 * g, 0.0), sample(g, 2 * g + 1, 1.0)]) for g in range(3)]
+    batch, _ = make(groups, global_batch_size=2)
+    assert [sorted(i for r in s for m in r for i in m) for s in batch.steps] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_dict_rewards_need_the_key():
+    groups = [Group(0, [sample(0, 0, {"right": 1.0, "style": 0.0}), sample(0, 1, {"right": 0.0, "style": 9.0})])]
+    batch, _ = make(groups, reward_key="right")
+    assert batch.rewards.tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"\['right', 'style'\]; choose one by --reward-key"):
+        make(groups)
+    with pytest.raises(DataError, match="no reward 'rigth'"):
+        make(groups, reward_key="rigth")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(reward=None), "sample 1 of group 0 has no reward"),
+        (dict(reward=math.nan), "has the reward nan"),
+        (dict(reward=math.inf), "has the reward inf"),
+        (dict(status=SampleStatus.PENDING), "sample 1 of group 0 is pending"),
+        (dict(status=SampleStatus.FAILED, metadata={"error": "tool died"}), "is failed .tool died."),
+        (dict(trajectory_id=-1), "trajectory_id -1"),
+        (dict(trajectory_id=0), "samples 0 and 1 belong to trajectory 0 but their rewards are 0.0 and 1.0"),
+        (dict(prompt=()), "no prompt"),
+    ],
+)
+def test_bad_samples_are_named(change, message):
+    bad = sample(0, 1, **({"reward": 1.0} | change))
+    with pytest.raises(DataError, match=message):
+        make([Group(0, [sample(0, 0, 0.0), bad])])
+
+
+def test_an_empty_batch_is_an_error():
+    with pytest.raises(DataError, match="rollout 3 holds no samples"):
+        make([])
+    with pytest.raises(DataError, match="1 groups"):
+        make([Group(0, [])])
+
+
+def test_a_fully_masked_sample_is_kept_with_weight_zero():
+    masked = Sample(tokens=(1, 2), group_id=0, sample_id=1, trajectory_id=1, reward=1.0, status=SampleStatus.COMPLETED)
+    masked.append_response((3, 4), trainable=False)
+    batch, metrics = make([Group(0, [sample(0, 0, 0.0), masked])], global_batch_size=2)
+    assert batch.loss_weights.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0, 0]
+    assert metrics["rollout/masked_ratio"] == 0.5
+    assert np.isnan(batch.rollout_log_probs[4:]).all()
+
+
+def test_a_token_budget_splits_the_step():
+    train = TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=8)
+    batch, _ = make(two_groups(), train=train)
+    assert all(sum(batch.lengths[i] for i in micro) <= 8 for micro in batch.steps[0][0])
+    with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
+        make(two_groups(), train=replace(train, max_tokens_per_gpu=None))
+
+
+def test_a_thousand_samples_take_milliseconds():
+    groups = [
+        Group(g, [sample(g, 8 * g + i, float(i % 2), response=(3,) * (1 + i)) for i in range(8)]) for g in range(128)
+    ]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        make(groups, global_batch_size=1024, dp_size=2)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.03  # 5 ms here
