@@ -1,0 +1,1 @@
+"""Trainers: who computes log-probs, losses and optimizer steps."""

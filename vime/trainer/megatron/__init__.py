@@ -1,0 +1,1 @@
+"""The trainer on megatron-core. `vime.trainer.megatron.trainer.MegatronTrainer` is its door."""

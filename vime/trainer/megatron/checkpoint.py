@@ -1,0 +1,89 @@
+"""Training checkpoints through megatron-core's dist_checkpointing: resumable on another number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+
+from vime.errors import ConfigError
+from vime.trainer.megatron.model import Policy
+
+
+def save(policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer: bool) -> None:
+    """Write a checkpoint folder; under its final name it is always whole. Collective.
+
+    Args: counters: plain numbers to come back from `load`.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
+    dist_checkpointing.save(state, str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+    dist.barrier()
+
+
+def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
+    """Restore what `save` wrote; returns its counters. Collective.
+
+    Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer where one is wanted.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise ConfigError(f"{path} is not a training checkpoint")
+    saved = dist_checkpointing.load_common_state_dict(str(path))
+    if with_optimizer and "scheduler" not in saved:
+        raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
+    state = dist_checkpointing.load(_state(policy, with_optimizer=with_optimizer, is_loading=True), str(path))
+    policy.ddp.module.load_state_dict(state["model"])
+    if with_optimizer:
+        policy.optimizer.load_state_dict(state["optimizer"])
+        policy.scheduler.load_state_dict(saved["scheduler"])
+        _set_random_state(saved["random"])
+    else:
+        policy.optimizer.reload_model_params()
+    counters: dict[str, int] = saved["counters"]
+    return counters
+
+
+def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        # The one optimizer format of 0.16.1 that can be read by another number of ranks.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {"model": policy.ddp.module.sharded_state_dict(metadata=metadata)}
+    if with_optimizer:
+        state["optimizer"] = policy.optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=metadata
+        )
+        if not is_loading:
+            state["scheduler"] = policy.scheduler.state_dict()
+            state["random"] = _random_state()
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    """Equal on all data-parallel ranks: they are seeded alike, and nothing in a step draws."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

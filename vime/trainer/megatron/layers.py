@@ -1,0 +1,212 @@
+"""Transformer layers for Megatron from torch's own kernels: no transformer-engine, no apex, CPU and CUDA alike.
+
+T packed tokens, H query heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from vime.trainer.megatron.packing import Packed
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, built as Megatron builds norms. Megatron's own wrapper refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(MegatronModule):
+    """Causal grouped-query attention over packed sequences, RoPE included.
+
+    RoPE is applied here, not by Megatron, whose packed form loops over the sequences in Python: the tables come with
+    the micro-batch. Stands where Megatron's DotProductAttention would; called by SelfAttention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Packed,
+        **_: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, H, D].
+            key, value: [T, G, D].
+            attention_mask: unused; the mask is causal within each sequence.
+            packed_seq_params: the micro-batch's layout.
+        Returns: [T, H * D].
+        """
+        packed = packed_seq_params
+        query, key = apply_rope(query, packed.cos, packed.sin), apply_rope(key, packed.cos, packed.sin)
+        if packed.place is None:
+            out = _varlen(query, key, value, packed, self.softmax_scale)
+        else:
+            out = _padded(query, key, value, packed, self.softmax_scale)
+        return out.flatten(1)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}
+
+
+def uses_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
+    """True where torch has an attention kernel for packed sequences: FlashAttention's, on CUDA in half precision."""
+    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def apply_rope(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Rotate each head by its token's position.
+
+    Args:
+        x: [T, heads, D].
+        cos, sin: [T, 1, D / 2] in x's dtype.
+    Returns: [T, heads, D].
+    """
+    assert cos is not None and sin is not None, "a micro-batch without RoPE tables"
+    return _Rope.apply(x, cos, sin)
+
+
+class _Rope(torch.autograd.Function):
+    """The rotation; its backward is the rotation by the opposite angle, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+    """torch's kernel for packed sequences; it takes fewer key/value heads than query heads as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0))
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+    """One batched attention call per block of similar lengths.
+
+    Padding lies behind each sequence, where the causal mask hides it from every real token.
+    """
+    q, k, v = (Pad.apply(x, packed.place, packed.padded_rows) for x in (q, k, v))
+    repeat = q.shape[1] // k.shape[1]
+    out = []
+    for block in packed.blocks:
+        rows = slice(block.start, block.start + block.rows * block.length)
+        bq, bk, bv = (x[rows].view(block.rows, block.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, scale=scale, enable_gqa=repeat > 1)
+        out.append(o.transpose(1, 2).flatten(0, 1))
+    return Unpad.apply(torch.cat(out) if len(out) > 1 else out[0], packed.place)
+
+
+class Pad(torch.autograd.Function):
+    """Scatter rows to distinct places among zero rows. Plain indexing would sum in backward, one row at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(place)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, place, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grads[0].index_select(0, place), None, None
+
+
+class Unpad(torch.autograd.Function):
+    """Gather rows from distinct places; the inverse of Pad."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (place,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, place, grad), None
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One dense decoder layer."""
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """All decoder layers and the final norm."""
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,126 @@
+"""The policy as a Megatron model: tokens in, log-probs and entropy out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from vime.config import TrainConfig
+from vime.models import ModelSettings
+from vime.trainer.megatron.layers import Unpad, block_spec
+from vime.trainer.megatron.log_probs import chunked_log_probs
+from vime.trainer.megatron.packing import Packed
+from vime.trainer.megatron.settings import MegatronSettings
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose forward gives log-probs of the wanted tokens, never logits of all of them.
+
+    Positions come with the micro-batch (RoPE is applied in attention), so GPTModel builds none. Set `entropy_grad`
+    when the entropy is part of the loss.
+    """
+
+    def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int) -> None:
+        super().__init__(
+            settings.transformer,
+            block_spec(settings.transformer),
+            settings.padded_vocab_size,
+            model.max_position_embeddings,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=model.tie_word_embeddings,
+        )
+        self.chunk_size, self.true_vocab_size, self.entropy_grad = chunk_size, model.vocab_size, False
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: Packed, **_: Any) -> tuple[Tensor, Tensor]:
+        """log_probs [P] and entropy [P], float32, of the micro-batch's wanted tokens."""
+        packed = packed_seq_params
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return chunked_log_probs(
+            Unpad.apply(hidden_states[:, 0], packed.rows),
+            weight[: self.true_vocab_size],
+            packed.targets,
+            temperature=packed.temperature,
+            chunk_size=self.chunk_size,
+            with_entropy_grad=self.entropy_grad,
+        )
+
+
+@dataclass(slots=True)
+class Policy:
+    """The trained model and what trains it."""
+
+    module: PolicyModel
+    """Weights and names; forward goes through `ddp`."""
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def build_module(
+    model: ModelSettings, settings: MegatronSettings, *, chunk_size: int
+) -> tuple[PolicyModel, torch.nn.Module]:
+    """A model with fresh weights on the current device: itself, and its wrapper for the dtype it computes in."""
+    module = PolicyModel(model, settings, chunk_size=chunk_size).cuda()
+    return module, (Float16Module(settings.transformer, module) if settings.transformer.bf16 else module)
+
+
+def build_policy(
+    module: PolicyModel,
+    wrapped: torch.nn.Module,
+    settings: MegatronSettings,
+    train: TrainConfig,
+    *,
+    total_steps: int,
+) -> Policy:
+    """Gradient buffers, optimizer and schedule for a model whose weights are loaded.
+
+    The optimizer copies its float32 master weights from the model here, so weights must be in place before.
+
+    Args: total_steps: optimizer steps of the whole run; the schedule's length unless --lr-decay-iters says otherwise.
+    """
+    ddp = DistributedDataParallel(settings.transformer, settings.ddp, wrapped)
+    optimizer = get_megatron_optimizer(settings.optimizer, [ddp], use_gloo_process_groups=False)
+    # The schedules read these from the transformer config.
+    settings.transformer.finalize_model_grads_func = None
+    settings.transformer.grad_scale_func = optimizer.scale_loss
+    settings.transformer.no_sync_func = ddp.no_sync
+    return Policy(module, ddp, optimizer, _scheduler(optimizer, settings, train, total_steps))
+
+
+def _scheduler(
+    optimizer: MegatronOptimizer, settings: MegatronSettings, train: TrainConfig, total_steps: int
+) -> OptimizerParamScheduler:
+    decay_steps = max(train.lr_decay_iters or total_steps, train.lr_warmup_iters + 1)
+    config = settings.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=train.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=train.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=train.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        # WSD's last stretch; megatron-core has no default for it.
+        wsd_decay_steps=max(1, decay_steps // 10) if train.lr_decay_style == "WSD" else None,
+        lr_wsd_decay_style="linear" if train.lr_decay_style == "WSD" else None,
+    )
+
+
+def inverse_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
+    """[head_dim / 2] float32: RoPE's angle per position, computed as HF does."""
+    width = model.transformer["kv_channels"]
+    steps = torch.arange(0, width, 2, dtype=torch.int64).float()
+    return (1.0 / (model.rotary_base ** (steps / width))).to(device)

@@ -1,0 +1,150 @@
+"""From a checkpoint's settings and the user's Megatron flags to megatron-core's config objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vime.errors import ConfigError
+from vime.models import ModelSettings
+
+# Kernels that only transformer-engine or apex have.
+_NO_FUSIONS = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+)
+# Field -> the only value that works today, and what to say of it.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "tensor_model_parallel_size": (1, "ranks are data-parallel only"),
+    "pipeline_model_parallel_size": (1, "ranks are data-parallel only"),
+    "context_parallel_size": (1, "ranks are data-parallel only"),
+    "expert_model_parallel_size": (1, "ranks are data-parallel only"),
+    "virtual_pipeline_model_parallel_size": (None, "ranks are data-parallel only"),
+    "sequence_parallel": (False, "ranks are data-parallel only"),
+    "num_moe_experts": (None, "no mixture-of-experts family is supported"),
+    "mtp_num_layers": (None, "multi-token prediction is not trained"),
+    "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
+    "fp8": (None, "fp8 needs transformer-engine"),
+    "fp4": (None, "fp4 needs transformer-engine"),
+    "hidden_dropout": (0.0, "a log-prob must not depend on dropout"),
+    "attention_dropout": (0.0, "a log-prob must not depend on dropout"),
+    "calculate_per_token_loss": (True, "the loss weights hold every divisor; gradients are summed"),
+    "average_in_collective": (False, "the loss weights hold every divisor; gradients are summed"),
+    "overlap_param_gather": (False, "the output layer's weights are read before the gather would be waited for"),
+    "use_megatron_fsdp": (False, "the distributed optimizer shards instead"),
+    "use_custom_fsdp": (False, "the distributed optimizer shards instead"),
+    **{name: (False, "its kernel needs transformer-engine or apex") for name in _NO_FUSIONS},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSettings:
+    """What the trainer is built from."""
+
+    transformer: TransformerConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+    padded_vocab_size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.transformer.params_dtype
+
+
+def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, device_type: str) -> MegatronSettings:
+    """Megatron's config objects.
+
+    Args:
+        model: the checkpoint's own settings.
+        overrides: the user's, by field name; each must be a field of one of the three objects, or of the checkpoint.
+        device_type: "cpu" or "cuda".
+    Raises: ConfigError listing every override that is unknown, cannot be done, or contradicts the checkpoint.
+    """
+    rest = dict(overrides)
+    problems = _pop_checkpoint_facts(model, rest)
+    multiple = rest.pop("make_vocab_size_divisible_by", 1)
+    dtype = _dtype(model, rest, problems)
+    bf16 = dtype == torch.bfloat16
+    for name, (value, reason) in _FIXED.items():
+        if name in rest and rest.pop(name) != value:
+            problems.append(f"--{name.replace('_', '-')} {overrides[name]} is not supported: {reason}")
+    known = {
+        c: {f.name for f in fields(c)} for c in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    }
+    problems += [f"no part of Megatron reads the setting {name!r}" for name in rest if not _known(name, known)]
+    if "lr" not in rest:
+        problems.append("--lr is not set; give the peak learning rate, such as 1e-6")
+    if problems:
+        raise ConfigError(problems)
+
+    def pick(cls: type) -> dict[str, Any]:
+        return {name: value for name, value in rest.items() if name in known[cls]}
+
+    precision = {"bf16": bf16, "params_dtype": dtype}
+    shared = {"use_distributed_optimizer": rest.get("use_distributed_optimizer", True)}
+    transformer = {
+        **model.transformer,
+        "activation_func": getattr(F, model.transformer["activation_func"]),
+        **precision,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": device_type == "cpu",
+        "calculate_per_token_loss": True,
+        **dict.fromkeys(_NO_FUSIONS, False),
+        **pick(TransformerConfig),
+    }
+    return MegatronSettings(
+        transformer=TransformerConfig(**transformer),
+        optimizer=OptimizerConfig(**{**precision, "min_lr": 0.0, **pick(OptimizerConfig), **shared}),
+        ddp=DistributedDataParallelConfig(
+            **{"grad_reduce_in_fp32": True, **pick(DistributedDataParallelConfig), **shared}
+        ),
+        padded_vocab_size=-(-model.vocab_size // multiple) * multiple,
+    )
+
+
+def _known(name: str, known: Mapping[type, set[str]]) -> bool:
+    return any(name in names for names in known.values())
+
+
+def _dtype(model: ModelSettings, rest: dict[str, Any], problems: list[str]) -> torch.dtype:
+    """bf16 when asked for, the checkpoint's dtype otherwise."""
+    bf16 = rest.pop("bf16", None)
+    if bf16 is not None:
+        return torch.bfloat16 if bf16 else torch.float32
+    if model.dtype not in ("float32", "bfloat16"):
+        problems.append(f"the checkpoint's dtype is {model.dtype}, which is not trained in; add --bf16")
+    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+
+
+def _pop_checkpoint_facts(model: ModelSettings, rest: dict[str, Any]) -> list[str]:
+    """Take out what describes the checkpoint; sentences for what contradicts it."""
+    t = model.transformer
+    facts = {
+        **{name: value for name, value in t.items() if name != "activation_func"},
+        "swiglu": t["gated_linear_unit"] and t["activation_func"] == "silu",
+        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+        "use_rotary_position_embeddings": True,
+        "position_embedding_type": "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "group_query_attention": t["num_query_groups"] < t["num_attention_heads"],
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+    }
+    return [
+        f"--{name.replace('_', '-')} is {given}, but the checkpoint has {facts[name]}; leave it out"
+        for name, given in [(n, rest.pop(n)) for n in list(rest) if n in facts]
+        if given != facts[name] and name not in ("init_method_std",)
+    ]

@@ -1,0 +1,209 @@
+"""One optimizer step: the loss of its micro-batches, their summed gradients, clipping, the update.
+
+P wanted tokens of a micro-batch. The loss of a step is the plain sum over all its tokens of loss_weights * token loss:
+the weights hold every divisor, so neither micro-batches nor ranks nor packing can change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from vime.algo.kl import kl_estimate
+from vime.algo.policy_loss import ppo_clip_loss
+from vime.config import AlgoConfig
+from vime.errors import TrainingError
+from vime.trainer.megatron import parallel
+from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.packing import MicroBatch
+from vime.types import TrainBatch
+
+SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
+"""What is summed over a step's tokens, each weighted with loss_weights like the loss itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the loss reads beside the batch. Both [T] float32, NaN where unknown."""
+
+    old_log_probs: npt.NDArray[np.float32] | None
+    """None: the policy has not moved yet, so its own detached log-probs are the old ones."""
+    ref_log_probs: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step, as seen by all ranks."""
+
+    sums: Mapping[str, float]
+    """By the names in SUMS."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    """Of this update."""
+    log_probs: Tensor
+    """[tokens of this rank's micro-batches] float32, from before the update, on the device."""
+    wanted: npt.NDArray[np.int64]
+    """Their positions in the batch."""
+
+
+def train_step(
+    policy: Policy,
+    micro_batches: Iterator[MicroBatch],
+    num_micro_batches: int,
+    batch: TrainBatch,
+    columns: Columns,
+    algo: AlgoConfig,
+    *,
+    where: str,
+) -> StepResult:
+    """Forward, backward, clip, update.
+
+    Args:
+        micro_batches: this rank's, made as they are asked for.
+        where: rollout and step, for errors.
+    Raises: TrainingError if a loss or a gradient is not finite; the weights are then unchanged.
+    """
+    policy.ddp.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    results: list[_MicroResult] = []
+
+    def forward(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        micro = next(data)
+        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+
+        def loss(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            result = _micro_loss(out[0], out[1], micro, batch, columns, algo)
+            results.append(result)
+            return result.loss, _ZERO_TOKENS, {}
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=micro_batches,
+        model=[policy.ddp],
+        num_microbatches=num_micro_batches,
+        seq_length=1,  # read by pipeline schedules only
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    finalize_model_grads([policy.ddp])  # sums over data-parallel ranks; no divisor, see Settings
+    sums = _reduce(torch.stack([r.sums for r in results]).sum(0), where)
+    grad_norm = _update(policy, where)
+    learning_rate = float(policy.optimizer.param_groups[0]["lr"])
+    policy.scheduler.step(increment=1)
+    return StepResult(
+        sums=sums,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        log_probs=torch.cat([r.log_probs for r in results]),
+        wanted=np.concatenate([r.wanted for r in results]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroResult:
+    loss: Tensor
+    sums: Tensor
+    log_probs: Tensor
+    wanted: npt.NDArray[np.int64]
+
+
+# Megatron's schedules want a token count to divide gradients by; ours are not divided.
+_ZERO_TOKENS = torch.tensor(0, dtype=torch.int)
+
+
+def _micro_loss(
+    log_probs: Tensor, entropy: Tensor, micro: MicroBatch, batch: TrainBatch, columns: Columns, algo: AlgoConfig
+) -> _MicroResult:
+    """The loss of one micro-batch, differentiable, and the sums to log; nothing waits for the device."""
+    detached = log_probs.detach()
+
+    def column(values: npt.NDArray[np.float32], index: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values[index]).to(log_probs.device, non_blocking=True)
+
+    weights = column(batch.loss_weights, micro.wanted)
+    zero = detached.new_zeros(())
+    clip_fraction = log_ratio = kl = zero
+    if algo.loss_type == "sft_loss":
+        main = -(weights * log_probs).sum()
+    else:
+        old = detached if columns.old_log_probs is None else column(columns.old_log_probs, micro.wanted)
+        policy_loss = ppo_clip_loss(
+            log_probs,
+            old,
+            column(batch.advantages, micro.samples),
+            eps_clip=algo.eps_clip,
+            eps_clip_high=algo.eps_clip_high,
+            eps_clip_c=algo.eps_clip_c,
+        )
+        main = (weights * policy_loss.loss).sum()
+        clip_fraction = (weights * policy_loss.clipped).sum()
+        log_ratio = (weights * (old - detached)).sum()
+    loss = main
+    if columns.ref_log_probs is not None:
+        reference = column(columns.ref_log_probs, micro.wanted)
+        kl = (weights * kl_estimate(log_probs, reference, algo.kl_loss_type)).sum()
+        loss = loss + algo.kl_loss_coef * kl
+    entropy_sum = (weights * entropy).sum()
+    if algo.entropy_coef:
+        loss = loss - algo.entropy_coef * entropy_sum
+    sums = torch.stack([x.detach() for x in (loss, main, clip_fraction, log_ratio, kl, entropy_sum)])
+    return _MicroResult(loss, sums, detached, micro.wanted)
+
+
+def _reduce(sums: Tensor, where: str) -> dict[str, float]:
+    """Sum over data-parallel ranks. Raises: TrainingError on every rank, naming the ranks with a bad loss."""
+    bad = torch.zeros(parallel.dp_size(), dtype=sums.dtype, device=sums.device)
+    bad[parallel.dp_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
+    total = parallel.sum_over_dp(torch.cat([torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0), bad])).tolist()
+    if ranks := [rank for rank, flag in enumerate(total[len(SUMS) :]) if flag]:
+        raise TrainingError(
+            f"the loss is not finite on data-parallel rank {_join(ranks)}, {where}; no update was made. Look at that "
+            "rollout's log-probs and advantages, or lower --lr"
+        )
+    return dict(zip(SUMS, total[: len(SUMS)], strict=True))
+
+
+def _update(policy: Policy, where: str) -> float:
+    """Clip, check, step. Returns the gradient norm before clipping.
+
+    Taken apart from MegatronOptimizer.step, which would apply a NaN gradient before anyone could look at its norm.
+    """
+    optimizer = policy.optimizer
+    if optimizer.prepare_grads():
+        raise TrainingError(f"the gradient overflowed, {where}; no update was made")
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise TrainingError(
+            f"the gradient norm is {norm} on data-parallel rank {_join(_ranks_with_bad_grads(policy))}, {where}; no "
+            "update was made. Lower --lr or --clip-grad, or look at that rollout's log-probs and advantages"
+        )
+    if optimizer.config.clip_grad > 0.0:
+        optimizer.clip_grad_norm(optimizer.config.clip_grad)
+    if not optimizer.step_with_ready_grads():
+        raise TrainingError(f"the optimizer refused to step, {where}")
+    return norm
+
+
+def _ranks_with_bad_grads(policy: Policy) -> Sequence[int]:
+    """The ranks whose share of the summed gradient is not finite."""
+    bad = torch.zeros(parallel.dp_size())
+    grads = [p.grad for p in policy.optimizer.get_parameters() if p.grad is not None]
+    bad[parallel.dp_rank()] = float(not all(bool(torch.isfinite(g).all()) for g in grads))
+    flags = parallel.sum_over_dp(bad.cuda()).tolist()
+    return [rank for rank, flag in enumerate(flags) if flag]
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

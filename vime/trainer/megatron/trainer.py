@@ -1,0 +1,334 @@
+"""The policy under training, on megatron-core: what `vime.protocols.Trainer` asks for, on each of its ranks.
+
+T tokens of a batch, B samples. Every method is collective: all ranks call it with the same arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vime.algo.mismatch import log_prob_abs_diff
+from vime.config import Config
+from vime.errors import ConfigError
+from vime.models import family_of
+from vime.platform.base import Platform
+from vime.protocols import BucketWriter
+from vime.trainer.megatron import (
+    checkpoint,
+    cpu_shims,
+    fixes,
+    hf_io,
+    layers,
+    model,
+    offload,
+    packing,
+    parallel,
+    settings,
+    train_step,
+)
+from vime.types import Metrics, PolicyVersion, TrainBatch
+from vime.wire import BucketMessage
+
+NOT_A_NUMBER = np.float32("nan")
+
+
+class MegatronTrainer:
+    """One rank. Built on all ranks at the same time; `close` before another is built in the same process.
+
+    Args:
+        config: the run's settings.
+        hf_path: folder of the HF checkpoint to start from.
+        platform: decides device and collective backend.
+        rank, world_size, init_method: as torch.distributed.init_process_group takes them.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        writer: rank 0's end of the weight transport; None where no weights are sent.
+    Raises: ConfigError for a checkpoint or setting that cannot be trained.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        hf_path: str,
+        platform: Platform,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        total_steps: int,
+        writer: BucketWriter | None,
+    ) -> None:
+        if platform.device_type == "cpu":
+            cpu_shims.install()
+        fixes.apply()
+        self._config, self._platform, self._rank, self._writer = config, platform, rank, writer
+        self._source = Path(hf_path)
+        hf = hf_io.read_config(self._source)
+        family = family_of(hf)
+        self._model = family.settings(hf)
+        self._names = family.name_map(self._model)
+        self._settings = settings.megatron_settings(self._model, config.megatron, device_type=platform.device_type)
+        if platform.device_type == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        parallel.start(
+            backend=platform.collective_backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout_minutes=config.train.distributed_timeout_minutes,
+            seed=config.train.seed,
+        )
+        try:
+            self._build(total_steps)
+        except BaseException:
+            parallel.stop()
+            raise
+        self._step = 0
+
+    def _build(self, total_steps: int) -> None:
+        train = self._config.train
+        device = torch.device(torch.cuda.current_device())
+        module, wrapped = model.build_module(self._model, self._settings, chunk_size=train.log_probs_chunk_size)
+        hf_io.load_hf(module, self._source, self._names, self._model)
+        module.entropy_grad = self._config.algo.entropy_coef != 0
+        self._policy = model.build_policy(module, wrapped, self._settings, train, total_steps=total_steps)
+        self._forward: torch.nn.Module = wrapped
+        self._reference = self._build_reference() if self._config.algo.use_kl_loss else None
+        self._offloader = offload.Offloader()
+        self._layout = packing.Layout(
+            inv_freq=model.inverse_frequencies(self._model, device),
+            dtype=self._settings.dtype,
+            padded=not layers.uses_varlen_kernel(self._platform.device_type, self._settings.dtype),
+        )
+
+    def _build_reference(self) -> torch.nn.Module:
+        folder = Path(self._config.checkpoint.ref_load or self._source)
+        settings = family_of(hf := hf_io.read_config(folder)).settings(hf)
+        if settings.vocab_size != self._model.vocab_size:
+            raise ConfigError(
+                f"--ref-load {folder} has a vocabulary of {settings.vocab_size}, the policy of {self._model.vocab_size}"
+            )
+        if (settings.transformer, settings.tie_word_embeddings) != (
+            self._model.transformer,
+            self._model.tie_word_embeddings,
+        ):
+            raise ConfigError(f"--ref-load {folder} has another architecture than {self._source}")
+        module, wrapped = model.build_module(
+            settings, self._settings, chunk_size=self._config.train.log_probs_chunk_size
+        )
+        hf_io.load_hf(module, folder, self._names, settings)
+        return wrapped.requires_grad_(False).eval()
+
+    # Log-probs
+
+    def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """[T] log-probs of each token at the sampling temperature; NaN at each first token."""
+        wanted = np.ones(len(batch.tokens), dtype=np.bool_)
+        wanted[batch.cu_seqlens[:-1]] = False
+        return self._batch_log_probs(self._forward, batch, wanted)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
+        lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+        if not len(lengths) or lengths.min() < 1:
+            raise ValueError("score needs sequences of at least one token")
+        tokens = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences])
+        cu = np.concatenate([[0], np.cumsum(lengths)])
+        wanted = np.ones(len(tokens), dtype=np.bool_)
+        wanted[cu[:-1]] = False
+        out = np.full(len(tokens), NOT_A_NUMBER)
+        for i in range(len(sequences)):
+            self._forward_only(self._forward, tokens, cu, [(i,)], wanted, 1.0, out)
+        return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
+
+    def _batch_log_probs(
+        self, model: torch.nn.Module, batch: TrainBatch, wanted: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float32]:
+        """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
+        mine = [micro for step in batch.steps for micro in step[parallel.dp_rank()] if micro]
+        out = np.zeros(len(batch.tokens), dtype=np.float32)
+        temperature = self._config.rollout.rollout_temperature
+        self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature, out)
+        return self._share(out, wanted)
+
+    def _share(self, values: npt.NDArray[np.float32], wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+        """Each rank's own values, zero elsewhere, to all values on all ranks; NaN where not wanted."""
+        if parallel.dp_size() > 1:
+            device = self._layout.inv_freq.device
+            values = parallel.sum_over_dp(torch.from_numpy(values).to(device)).cpu().numpy()
+        return np.where(wanted, values, NOT_A_NUMBER)
+
+    @torch.no_grad()
+    def _forward_only(
+        self,
+        model: torch.nn.Module,
+        tokens: npt.NDArray[np.int32],
+        cu_seqlens: npt.NDArray[np.int64],
+        micro_batches: Sequence[Sequence[int]],
+        wanted: npt.NDArray[np.bool_],
+        temperature: float,
+        out: npt.NDArray[np.float32],
+    ) -> None:
+        """Write the wanted tokens' log-probs into `out`, at their positions."""
+        results: list[Tensor] = []
+        places: list[npt.NDArray[np.int64]] = []
+        for samples in micro_batches:
+            micro = packing.pack(tokens, cu_seqlens, samples, wanted, layout=self._layout, temperature=temperature)
+            results.append(model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0])
+            places.append(micro.wanted)
+        if results:
+            out[np.concatenate(places)] = torch.cat(results).cpu().numpy()
+
+    # Training
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        """Old and reference log-probs where needed, loss, and one optimizer step per plan in `batch.steps`.
+
+        Returns: means over the optimizer steps, each weighted by loss_weights inside a step, and the mismatch with the
+            engine before the first of them.
+        Raises: TrainingError naming rank, rollout and step if a loss or gradient is not finite.
+        """
+        metrics: Metrics = {}
+        algo = self._config.algo
+        mask = batch.loss_mask.astype(np.bool_)
+        policy_loss = algo.loss_type == "policy_loss"
+        old = reference = None
+        if policy_loss and len(batch.steps) > 1:
+            with _timed(metrics, "perf/log_probs_time"):
+                old = self._batch_log_probs(self._forward, batch, mask)
+        if self._reference is not None:
+            with _timed(metrics, "perf/ref_log_probs_time"):
+                reference = self._batch_log_probs(self._reference, batch, mask)
+        columns = train_step.Columns(old, reference)
+        with _timed(metrics, "perf/actor_train_time"):
+            results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
+        if policy_loss:
+            metrics |= self._mismatch(batch, mask, old, results[0])
+        last = results[-1]
+        for name in train_step.SUMS:
+            metrics[f"train/{name}"] = sum(r.sums[name] for r in results) / len(results)
+        metrics["train/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+        metrics["train/lr-pg_0"] = last.learning_rate
+        metrics["train/step"] = float(self._step)
+        metrics["train/tokens"] = float(len(batch.tokens))
+        return metrics
+
+    def _train_step(
+        self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
+    ) -> train_step.StepResult:
+        plan = batch.steps[k][parallel.dp_rank()]
+        temperature = self._config.rollout.rollout_temperature
+        micro_batches = (
+            packing.pack(batch.tokens, batch.cu_seqlens, samples, mask, layout=self._layout, temperature=temperature)
+            for samples in plan
+        )
+        result = train_step.train_step(
+            self._policy,
+            micro_batches,
+            len(plan),
+            batch,
+            columns,
+            self._config.algo,
+            where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
+        )
+        self._step += 1
+        return result
+
+    def _mismatch(
+        self,
+        batch: TrainBatch,
+        mask: npt.NDArray[np.bool_],
+        old: npt.NDArray[np.float32] | None,
+        first: train_step.StepResult,
+    ) -> Metrics:
+        """How far the engine's log-probs are from the trainer's, before the first update on this rollout."""
+        if old is None:
+            mine = np.zeros(len(batch.tokens), dtype=np.float32)
+            mine[first.wanted] = first.log_probs.cpu().numpy()
+            old = self._share(mine, mask)
+        trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
+        num = len(np.unique(batch.trajectory_ids))
+        diff = log_prob_abs_diff(old, batch.rollout_log_probs, mask, trajectories, num)
+        name = "train/train_rollout_logprob_abs_diff"
+        return {name: diff.mean, f"{name}_p99": diff.p99, f"{name}_max": diff.max}
+
+    # Weights
+
+    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage | None]:
+        """All weights by HF name, in buckets of --update-weight-buffer-size; None on ranks that do not write.
+
+        A bucket is valid until the next is asked for. All ranks must iterate to the end.
+        """
+        limit = self._config.sync.update_weight_buffer_size
+        for index, bucket in enumerate(hf_io.buckets(self._hf_tensors(), limit)):
+            yield self._writer.write(bucket, version, index) if self._writer is not None else None
+
+    def weight_names(self) -> list[str]:
+        """Every HF name that `weights` sends, in order."""
+        return self._names.hf_names()
+
+    def export_hf(self, path: Path) -> None:
+        """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
+        if self._rank == 0:
+            hf_io.export_hf(self._hf_tensors(), self._source, Path(path), dtype=self._settings.dtype)
+        parallel.barrier()
+
+    def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_io.hf_tensors(self._policy.module, self._names, self._model)
+
+    # Checkpoints and the device
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, scheduler, random state and step counter under `path`."""
+        checkpoint.save(
+            self._policy,
+            Path(path),
+            counters={"step": self._step},
+            with_optimizer=not self._config.checkpoint.no_save_optim,
+        )
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote. Raises: ConfigError if `path` is no checkpoint of this model."""
+        with_optimizer = not self._config.checkpoint.no_load_optim
+        self._step = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer)["step"]
+
+    def offload(self) -> None:
+        """Leave the device (colocate). Does nothing on the CPU platform, where engines share the host's memory."""
+        if self._platform.device_type == "cpu":
+            return
+        policy = self._policy
+        keep: list[Tensor] = [*policy.module.parameters(), *policy.module.buffers()]
+        keep += policy.optimizer.get_parameters()
+        keep += [t for state in policy.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        if self._reference is not None:
+            keep += [*self._reference.parameters(), *self._reference.buffers()]
+        gradients = [b.grad_data for b in (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)]
+        self._offloader.offload([t for t in keep if t.device.type == self._platform.device_type], drop=gradients)
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Come back to the device (colocate)."""
+        self._offloader.onload()
+
+    def close(self) -> None:
+        """Leave the process groups and release the writer's place; the trainer cannot be used afterwards."""
+        if self._writer is not None:
+            self._writer.close()
+        parallel.stop()
+
+
+@contextmanager
+def _timed(metrics: Metrics, name: str) -> Iterator[None]:
+    """Seconds of a block, the device's work included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    yield
+    torch.cuda.synchronize()
+    metrics[name] = time.perf_counter() - start
