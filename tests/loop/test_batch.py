@@ -159,3 +159,25 @@ def test_a_thousand_samples_take_milliseconds():
         make(groups, global_batch_size=1024, dp_size=2)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.03  # 5 ms here
+
+
+def test_supervised_training_takes_the_token_mean_and_needs_no_reward():
+    groups = two_groups()
+    for s in (s for g in groups for s in g.samples):
+        s.reward = None
+    batch, metrics = make(groups, algo=AlgoConfig(loss_type="sft_loss"), global_batch_size=2)
+    per_step = [1 / 3] * 3 + [1 / 5] * 5  # three trained tokens in the first step, five in the second
+    np.testing.assert_allclose(batch.loss_weights[batch.loss_mask == 1], per_step, rtol=1e-6)
+    assert batch.advantages.tolist() == [0] * 4
+    assert "rollout/raw_reward" not in metrics
+
+
+def test_policy_loss_refuses_supervised_tokens():
+    taught = Sample(tokens=(1, 2), group_id=0, sample_id=7, trajectory_id=7, reward=1.0, status=SampleStatus.COMPLETED)
+    taught.append_response((3, 4), supervised=True)
+    groups = [Group(0, [sample(0, 0, 0.0), taught])]
+    with pytest.raises(DataError, match="sample 7 of group 0 has a trainable token without a rollout log-prob"):
+        make(groups)
+    batch, _ = make(groups, algo=AlgoConfig(loss_type="sft_loss"))
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert np.isnan(batch.rollout_log_probs[4:]).all()
