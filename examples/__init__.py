@@ -1,0 +1,1 @@
+"""Runnable examples; imported by dotted path from the repository root."""
