@@ -22,13 +22,13 @@ class RunProgress:
     file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds.
 
     Args:
-        num_rollout: rollouts of the run.
+        num_rollout: rollouts of the run; 0 until `expect` says it.
         console: rich console; default: standard output.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, num_rollout: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self, num_rollout: int = 0, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_rollout = num_rollout
         self._console = console if console is not None else Console(highlight=False, soft_wrap=True)
@@ -48,6 +48,12 @@ class RunProgress:
             )
             self._task = self._bar.add_task("starting", total=num_rollout)
 
+    def expect(self, num_rollout: int) -> None:
+        """The run has so many rollouts, where that was not known at the start."""
+        self._num_rollout = num_rollout
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=num_rollout)
+
     def __enter__(self) -> RunProgress:
         if self._bar is not None:
             self._bar.start()
@@ -66,7 +72,7 @@ class RunProgress:
 
     def message(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, highlight=False)
         self._last_line = self._clock()
 
     def step(self, rollout_id: int, metrics: Metrics) -> None:

@@ -1,0 +1,15 @@
+"""Synchronous training: generate, train, publish the weights, again.
+
+    python train.py --hf-checkpoint … --prompt-data … --rollout-batch-size … [--config recipe.yaml] [flags]
+
+`python train.py --help` lists the flags; `vime config` with the same flags prints what they resolve to.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from vime.cli.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

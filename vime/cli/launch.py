@@ -1,0 +1,51 @@
+"""What `train.py` does: resolve the settings, make the run folder, run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.errors import ConfigError, VimeError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run with these flags. Returns the exit code: 0 done, 1 failed, 2 wrong settings, 130 interrupted."""
+    from vime.cli.resolve import resolve
+
+    try:
+        resolved = resolve(argv)
+    except ConfigError as error:
+        return _report(error)
+
+    from vime.observability.progress import RunProgress
+    from vime.observability.run_folder import RunFolder
+
+    path = Path(resolved.config.log.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"))).resolve()
+    folder = RunFolder(path)
+    folder.write_config({"settings": resolved.config, "origin": resolved.origin})
+    folder.write_versions()
+    try:
+        with RunProgress(resolved.config.rollout.num_rollout or 0) as progress:
+            progress.message(f"run folder {path}")
+            from vime.orchestration.launch import run  # takes seconds to import: only once the settings are right
+
+            run(resolved.config, folder=folder, progress=progress)
+    except ConfigError as error:
+        return _report(error)
+    except VimeError as error:
+        print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"vime: the run's folder, with logs of its engines: {path}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vime: interrupted; every process of the run was ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _report(error: ConfigError) -> int:
+    print(f"vime: {len(error.problems)} problem(s) with the settings:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  - {problem}", file=sys.stderr)
+    return 2

@@ -1,0 +1,75 @@
+"""The synchronous loop: generate, train, publish, one after the other. The RL step, on protocols alone.
+
+Stages are timed where they happen, and their times add up to the step's (perf/*_time in docs/metrics.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vime.loop.cadence import Cadence
+from vime.loop.recorder import Recorder
+from vime.protocols import Trainer
+from vime.types import Group, Metrics, PolicyVersion, RolloutResult, TrainBatch
+
+
+class Rollout(Protocol):
+    """The user's rollout function with its arguments bound."""
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """The groups of one rollout."""
+
+    def evaluate(self, rollout_id: int) -> Metrics:
+        """Metrics of all held-out sets under the weights the engines have now."""
+
+
+class Publisher(Protocol):
+    """The weight sync."""
+
+    def publish(self) -> PolicyVersion:
+        """Bring the trainer's weights to every engine, verified; the version they have from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What a loop drives; built by orchestration."""
+
+    rollout: Rollout
+    trainer: Trainer
+    publisher: Publisher
+    make_batch: Callable[[int, list[Group]], tuple[TrainBatch, Metrics]]
+    save: Callable[[int], object]
+
+
+def run_sync(stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int, eval_before: bool) -> None:
+    """Train on rollouts start … cadence.num_rollout - 1.
+
+    Raises: whatever a stage raises; nothing is retried here and no step is skipped in silence.
+    """
+    with recorder.setup(start) as setup:
+        with setup.stage("update_weights"):
+            version = stages.publisher.publish()  # a resumed trainer is ahead of the checkpoint the engines loaded
+        if eval_before:
+            with setup.stage("eval"):
+                setup.add(stages.rollout.evaluate(start - 1))
+
+    for rollout_id in range(start, cadence.num_rollout):
+        with recorder.step(rollout_id) as step:
+            with step.stage("rollout"):
+                result = stages.rollout.generate(rollout_id)
+            with step.stage("make_batch"):
+                batch, batch_metrics = stages.make_batch(rollout_id, result.groups)
+                step.keep_rollout(result.groups)
+            with step.stage("train"):
+                train_metrics = stages.trainer.train(batch)
+            step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
+            if cadence.save_due(rollout_id):
+                with step.stage("save_model"):
+                    stages.save(rollout_id)
+            with step.stage("update_weights"):
+                version = stages.publisher.publish()
+            if cadence.eval_due(rollout_id):
+                with step.stage("eval"):
+                    step.add(stages.rollout.evaluate(rollout_id))

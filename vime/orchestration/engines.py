@@ -1,0 +1,91 @@
+"""The inference side of a run: one Ray actor per vLLM server, the router in front, and clients for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.config import Config
+from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.router import RouterProcess
+from vime.engine.vllm.versions import installed_adapter
+from vime.errors import EngineDead
+from vime.orchestration.placement import Layout
+from vime.orchestration.workers import start_engine_workers
+from vime.platform.base import Platform
+
+
+class EngineFleet:
+    """All engines of a run. Order of calls: construct (starts processes), `wait_ready`, use, `close`.
+
+    Args:
+        hf_path: the checkpoint folder the engines start from.
+        hf_config: its config.json.
+        key: the run's key, demanded on every path of engines and router.
+        log_dir: one log file per process goes there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        placement_group: Any,
+        platform: Platform,
+        *,
+        hf_path: str,
+        hf_config: Mapping[str, Any],
+        max_model_len: int,
+        key: str,
+        log_dir: Path,
+    ) -> None:
+        self._config, self._key, self._log_dir = config, key, log_dir
+        self._workers = start_engine_workers(layout, placement_group, platform)
+        arguments = {
+            **platform.engine_arguments(hf_config, max_model_len),
+            "tensor_parallel_size": config.cluster.rollout_num_gpus_per_engine,
+            "seed": config.data.rollout_seed,
+            **config.vllm,
+        }
+        self._starts = [
+            w.start.remote(
+                model=hf_path,
+                arguments=arguments,
+                environment=platform.engine_environment(),
+                key=key,
+                log_path=log_dir / f"engine_{i}.log",
+            )
+            for i, w in enumerate(self._workers)
+        ]
+        self._router: RouterProcess | None = None
+        self.engines: list[VllmEngine] = []
+
+    def wait_ready(self, timeout_s: float) -> RouterClient:
+        """Block until every engine answers, start the router, and give the client that rollouts use.
+
+        Raises: EngineDead with the end of the engine's log.
+        """
+        urls: list[str] = ray.get(self._starts)
+        ray.get([w.wait_ready.remote(timeout_s) for w in self._workers])
+        adapter = installed_adapter()
+        self.engines = [VllmEngine(url, self._key, adapter) for url in urls]
+        self._router = RouterProcess(
+            urls, key=self._key, settings=self._config.router, log_path=self._log_dir / "router.log"
+        )
+        self._router.start()
+        return RouterClient(self._router.url, self.engines, self._key, adapter=adapter)
+
+    def check_alive(self) -> None:
+        """Raises: EngineDead naming the engines whose process is gone."""
+        alive: list[bool] = ray.get([w.is_alive.remote() for w in self._workers])
+        if dead := [i for i, up in enumerate(alive) if not up]:
+            logs = ", ".join(str(self._log_dir / f"engine_{i}.log") for i in dead)
+            raise EngineDead(f"engine {dead} of {len(alive)} is gone; its last words are in {logs}")
+
+    def close(self) -> None:
+        """End router and engines. Safe to call at any point, more than once."""
+        if self._router is not None:
+            self._router.stop()
+        ray.get([w.stop.remote() for w in self._workers], timeout=60)

@@ -1,0 +1,232 @@
+"""Builds every object of a run, starts its processes, runs the loop, and ends what it started.
+
+Order matters: Ray, then engines and trainer at the same time (both take long to start), the data while they start, then
+the weight sync and the loop. Whatever was started is ended in reverse, also after an error or ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from transformers import AutoTokenizer
+from vime.weight_sync.plan import WeightSync
+
+from vime.config import Config
+from vime.config.hf import local_checkpoint
+from vime.config.hooks import load_hook
+from vime.data.buffer import DataBuffer
+from vime.data.prompts import load_prompts
+from vime.loop.batch import make_train_batch
+from vime.loop.cadence import Cadence
+from vime.loop.checkpoint import load_checkpoint, save_checkpoint
+from vime.loop.recorder import Recorder
+from vime.loop.sync import Publisher, Stages, run_sync
+from vime.observability.progress import RunProgress
+from vime.observability.run_folder import RunFolder
+from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
+from vime.orchestration import sizes
+from vime.orchestration.cluster import create_placement_group, ray_cluster
+from vime.orchestration.engines import EngineFleet
+from vime.orchestration.placement import Layout, plan_layout
+from vime.orchestration.workers import TrainerGroup
+from vime.platform import get_platform
+from vime.protocols import Engine, Engines, RolloutContext
+from vime.rewards.pool import GraderPool
+from vime.rewards.score import make_reward_function
+from vime.rollout.eval_data import load_eval_sets
+from vime.rollout.stage import RolloutStage
+from vime.types import Group, Metrics, PolicyVersion, TrainBatch
+
+_ROLLOUT_PARAMETERS = ("config", "rollout_id", "data_source", "engines", "evaluation")
+_PROBE_PROMPTS = 4
+
+
+class NoEngines:
+    """In the place of the weight sync where a run generates nothing (supervised training)."""
+
+    def publish(self) -> PolicyVersion:
+        """Nobody to publish to: the version stays 0."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the parts below share: the settings, and what was read off them before anything started."""
+
+    config: Config
+    hf_path: Path
+    hf_config: dict[str, Any]
+    layout: Layout
+    folder: RunFolder
+    progress: RunProgress
+    generates: bool
+    transport: str
+
+
+def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
+    """Run `config` to its end.
+
+    Args:
+        config: resolved and checked.
+        folder: the run's folder.
+        progress: where to say what is going on.
+    Raises: ConfigError before any process starts; whatever a stage raises afterwards, once everything was ended.
+    """
+    platform = get_platform(config.cluster.platform)
+    hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
+    generates = config.algo.loss_type != "sft_loss"
+    plan = _Run(
+        config=config,
+        hf_path=hf_path,
+        hf_config=json.loads((hf_path / "config.json").read_text(encoding="utf-8")),
+        layout=plan_layout(config.cluster, with_engines=generates),
+        folder=folder,
+        progress=progress,
+        generates=generates,
+        transport=sizes.transport_name(config, platform.transports),
+    )
+    with ExitStack() as stack:
+        progress.stage("starting Ray")
+        stack.enter_context(ray_cluster(config.cluster, platform, plan.layout))
+        group = create_placement_group(platform, plan.layout)
+        progress.stage("starting trainer and engines" if generates else "starting the trainer")
+        fleet = _start_fleet(plan, platform, group, stack) if generates else None
+        tokenizer = AutoTokenizer.from_pretrained(hf_path)
+        source = DataBuffer(
+            load_prompts(config, tokenizer),
+            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+            shuffle=config.data.rollout_shuffle,
+            seed=config.data.rollout_seed,
+        )
+        num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
+        progress.expect(num_rollout)
+        trainer = TrainerGroup(
+            config,
+            plan.layout,
+            group,
+            platform,
+            hf_path=str(hf_path),
+            total_steps=num_rollout * sizes.steps_per_rollout(config),
+            transport=plan.transport,
+        )
+        stack.callback(trainer.close)
+        trainer_ready = trainer.start()
+        client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
+        ray.get(trainer_ready)
+        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, stack)
+        start = _resume(plan, trainer, source)
+        _loop(plan, stages, start, num_rollout)
+        if config.checkpoint.save_hf is not None:
+            progress.stage("writing the HF checkpoint")
+            trainer.export_hf(Path(config.checkpoint.save_hf.format(rollout_id=num_rollout - 1)))
+
+
+def _start_fleet(plan: _Run, platform: Any, group: Any, stack: ExitStack) -> EngineFleet:
+    fleet = EngineFleet(
+        plan.config,
+        plan.layout,
+        group,
+        platform,
+        hf_path=str(plan.hf_path),
+        hf_config=plan.hf_config,
+        max_model_len=sizes.max_model_len(plan.config, plan.hf_config),
+        key=secrets.token_urlsafe(32),
+        log_dir=plan.folder.path / "logs",
+    )
+    stack.callback(fleet.close)
+    return fleet
+
+
+def _build_stages(
+    plan: _Run,
+    trainer: TrainerGroup,
+    fleet: EngineFleet | None,
+    client: Engines | None,
+    source: DataBuffer,
+    tokenizer: Any,
+    stack: ExitStack,
+) -> Stages:
+    config = plan.config
+    pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s)
+    stack.callback(pool.close)
+    context = RolloutContext(config, client, tokenizer, make_reward_function(config.reward, pool))
+    path = config.rollout.rollout_function_path
+    rollout = RolloutStage(
+        context,
+        source,
+        load_eval_sets(config, tokenizer),
+        load_hook(path, _ROLLOUT_PARAMETERS),
+        load_hook(config.rollout.eval_function_path or path, _ROLLOUT_PARAMETERS),
+        check=fleet.check_alive if fleet is not None else None,
+    )
+    engines: list[Engine] = list(fleet.engines) if fleet is not None else []
+    publisher: Publisher = NoEngines()
+    if fleet is not None:
+        publisher = WeightSync(
+            trainer,
+            engines,
+            transport=plan.transport,
+            probe_prompts=[p.tokens for p in source.prompts[:_PROBE_PROMPTS]],
+            probe_interval=config.sync.weight_probe_interval,
+            probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
+        )
+
+    def make_batch(rollout_id: int, groups: list[Group]) -> tuple[TrainBatch, Metrics]:
+        return make_train_batch(
+            groups,
+            rollout_id=rollout_id,
+            algo=config.algo,
+            train=config.train,
+            dp_size=len(plan.layout.trainer_devices),
+            reward_key=config.reward.reward_key,
+            global_batch_size=sizes.global_batch_size(config),
+        )
+
+    save_folder = Path(config.checkpoint.save or plan.folder.path / "checkpoints")
+    return Stages(
+        rollout=rollout,
+        trainer=trainer,
+        publisher=publisher,
+        make_batch=make_batch,
+        save=lambda rollout_id: save_checkpoint(save_folder, rollout_id, trainer, source),
+    )
+
+
+def _resume(plan: _Run, trainer: TrainerGroup, source: DataBuffer) -> int:
+    """Load the checkpoint that --load names, if any. Returns: the first rollout to run."""
+    wanted = plan.config.rollout.start_rollout_id
+    if plan.config.checkpoint.load is None:
+        return wanted or 0
+    restored = load_checkpoint(Path(plan.config.checkpoint.load), trainer, source)
+    start = restored.next_rollout_id if wanted is None else wanted
+    plan.progress.message(f"resumed from {restored.path}; next is rollout {start}")
+    return start
+
+
+def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> None:
+    config = plan.config
+    evaluates = plan.generates and bool(config.eval.eval_prompt_data)
+    cadence = Cadence(
+        num_rollout,
+        config.eval.eval_interval,
+        config.checkpoint.save_interval,
+        evaluates=evaluates,
+        saves=config.checkpoint.save is not None,
+    )
+    writers: list[MetricWriter] = [JsonlWriter(plan.folder.metrics_path)]
+    if config.log.use_tensorboard:
+        writers.append(TensorBoardWriter(plan.folder.tensorboard_path))
+    writer = MultiWriter(*writers)
+    recorder = Recorder(plan.folder, plan.progress, writer, keep_rollouts=not config.log.no_save_rollouts)
+    try:
+        run_sync(
+            stages, cadence, recorder, start=start, eval_before=evaluates and not config.eval.skip_eval_before_train
+        )
+    finally:
+        writer.close()

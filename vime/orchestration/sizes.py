@@ -1,0 +1,67 @@
+"""Numbers that follow from the settings: pure functions, each said once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vime.config import Config
+from vime.errors import ConfigError
+
+# The largest log-prob difference a right weight sync shows between engine and trainer: rounding, amplified by depth.
+_PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.1}
+
+
+def dtype_name(config: Config, hf_config: Mapping[str, Any]) -> str:
+    """ "float32", "bfloat16" or "float16": what the model is trained and served in."""
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if config.megatron.get(flag):
+            return name
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    return str(name)
+
+
+def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
+    """Nats; --weight-probe-tolerance or the dtype's."""
+    wanted = config.sync.weight_probe_tolerance
+    return wanted if wanted is not None else _PROBE_TOLERANCE[dtype_name(config, hf_config)]
+
+
+def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Tokens of prompt and response together that the engines must hold."""
+    if config.rollout.rollout_max_context_len is not None:
+        return config.rollout.rollout_max_context_len
+    return int(hf_config["max_position_embeddings"])
+
+
+def global_batch_size(config: Config) -> int:
+    """Trajectories per optimizer step."""
+    if config.train.global_batch_size is not None:
+        return config.train.global_batch_size
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return samples // (config.train.num_steps_per_rollout or 1)
+
+
+def steps_per_rollout(config: Config) -> int:
+    """Optimizer steps that one rollout feeds."""
+    return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt // global_batch_size(config)
+
+
+def number_of_rollouts(config: Config, epoch_size: int | None) -> int:
+    """--num-rollout, or what --num-epoch makes of the prompts.
+
+    Raises: ConfigError when epochs are asked of a stream, or nothing would run.
+    """
+    rollout = config.rollout
+    if rollout.num_rollout is not None:
+        return rollout.num_rollout
+    if epoch_size is None:
+        raise ConfigError("--num-epoch needs prompts of a known number; give --num-rollout for a stream")
+    return math.ceil((rollout.num_epoch or 0) * epoch_size / rollout.rollout_batch_size)
+
+
+def transport_name(config: Config, possible: Sequence[str]) -> str:
+    """--update-weight-transport, or the platform's best."""
+    wanted = config.sync.update_weight_transport
+    return possible[0] if wanted == "auto" else wanted

@@ -1,0 +1,231 @@
+"""Ray actors, and the handles that satisfy the protocols: a loop never knows which it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from vime.config import Config
+from vime.orchestration.placement import Layout
+from vime.platform import get_platform
+from vime.platform.base import Platform
+from vime.types import Metrics, PolicyVersion, TrainBatch
+from vime.wire import BucketMessage
+
+# Two actors may sit on one device when trainer and engines take turns; each claims less than half of it.
+_SHARE = 0.4
+
+
+class TrainerWorker:
+    """One training rank. Created by `TrainerGroup`; every method is collective over the ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        platform_name: str,
+        hf_path: str,
+        rank: int,
+        world_size: int,
+        total_steps: int,
+        transport: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)  # thread counts: must be set before torch is imported
+        self._config, self._hf_path, self._transport = config, hf_path, transport
+        self._platform = get_platform(platform_name)
+        self._rank, self._world_size, self._total_steps = rank, world_size, total_steps
+        self._trainer: Any = None
+        self._buckets: Iterator[BucketMessage | None] | None = None
+
+    def free_address(self) -> str:
+        """host:port at which the ranks can meet; asked of rank 0."""
+        import socket
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as s:
+            s.bind((host, 0))
+            return f"{host}:{s.getsockname()[1]}"
+
+    def setup(self, address: str) -> None:
+        """Join the other ranks and build the model. Called once, on all ranks at the same time."""
+        from vime.trainer.megatron.trainer import MegatronTrainer
+        from vime.weight_sync import make_writer
+
+        self._trainer = MegatronTrainer(
+            self._config,
+            hf_path=self._hf_path,
+            platform=self._platform,
+            rank=self._rank,
+            world_size=self._world_size,
+            init_method=f"tcp://{address}",
+            total_steps=self._total_steps,
+            writer=make_writer(self._transport, self._config) if self._rank == 0 else None,
+        )
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the trainer."""
+        return getattr(self._trainer, method)(*args)
+
+    def begin_weights(self, version: PolicyVersion) -> None:
+        """Start a pass over the weights; `next_bucket` follows until it gives None."""
+        self._buckets = self._trainer.weights(version)
+
+    def next_bucket(self) -> tuple[bool, BucketMessage | None]:
+        """(there was one, its message on rank 0). The previous bucket's bytes may be overwritten."""
+        assert self._buckets is not None, "begin_weights was not called"
+        for message in self._buckets:
+            return True, message
+        self._buckets = None
+        return False, None
+
+
+class TrainerGroup:
+    """All training ranks behind one handle that satisfies `Trainer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        placement_group: Any,
+        platform: Platform,
+        *,
+        hf_path: str,
+        total_steps: int,
+        transport: str,
+    ) -> None:
+        world = len(layout.trainer_devices)
+        share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
+        claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
+        self._workers = [
+            ray.remote(TrainerWorker)
+            .options(
+                **claim,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=d),
+            )
+            .remote(
+                config,
+                platform_name=platform.name,
+                hf_path=hf_path,
+                rank=rank,
+                world_size=world,
+                total_steps=total_steps,
+                transport=transport,
+                environment=platform.trainer_environment(world),
+            )
+            for rank, d in enumerate(layout.trainer_devices)
+        ]
+
+    def start(self) -> Any:
+        """Begin to set up all ranks; returns what `ray.get` waits on."""
+        address = ray.get(self._workers[0].free_address.remote())
+        return [w.setup.remote(address) for w in self._workers]
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return list(ray.get([w.call.remote(method, *args) for w in self._workers]))
+
+    def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """See `Trainer`."""
+        result: npt.NDArray[np.float32] = self._all("log_probs", ray.put(batch))[0]
+        return result
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """See `Trainer`."""
+        result: list[npt.NDArray[np.float32]] = self._all("score", sequences)[0]
+        return result
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        """See `Trainer`."""
+        metrics: Metrics = self._all("train", ray.put(batch))[0]
+        return metrics
+
+    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
+        """See `Trainer`."""
+        ray.get([w.begin_weights.remote(version) for w in self._workers])
+        while True:
+            there, message = ray.get([w.next_bucket.remote() for w in self._workers])[0]
+            if not there:
+                return
+            yield message
+
+    def weight_names(self) -> list[str]:
+        """See `Trainer`."""
+        names: list[str] = self._all("weight_names")[0]
+        return names
+
+    def save(self, path: Path) -> None:
+        """See `Trainer`."""
+        self._all("save", path)
+
+    def load(self, path: Path) -> None:
+        """See `Trainer`."""
+        self._all("load", path)
+
+    def export_hf(self, path: Path) -> None:
+        """See `Trainer`."""
+        self._all("export_hf", path)
+
+    def offload(self) -> None:
+        """See `Trainer`."""
+        self._all("offload")
+
+    def onload(self) -> None:
+        """See `Trainer`."""
+        self._all("onload")
+
+    def close(self) -> None:
+        """End the ranks: shared memory and process groups are released."""
+        ray.get([w.call.remote("close") for w in self._workers], timeout=30)
+
+
+class EngineWorker:
+    """Owns one vLLM server process. Control and generation go to the server by HTTP, not through this actor."""
+
+    def __init__(self) -> None:
+        self._server: Any = None
+
+    def start(self, **kwargs: Any) -> str:
+        """Start the server process; returns its URL at once, before it is ready."""
+        from vime.engine.vllm.server import EngineServer
+
+        self._server = EngineServer(**kwargs)
+        self._server.start()
+        url: str = self._server.url
+        return url
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Block until the server answers. Raises: EngineDead with the end of its log."""
+        self._server.wait_ready(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Whether the server process runs."""
+        return bool(self._server.is_alive())
+
+    def stop(self) -> None:
+        """End the server process."""
+        if self._server is not None:
+            self._server.stop()
+
+
+def start_engine_workers(layout: Layout, placement_group: Any, platform: Platform) -> list[Any]:
+    """One `EngineWorker` per engine of the layout, on its first device."""
+    share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
+    claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
+    return [
+        ray.remote(EngineWorker)
+        .options(
+            **claim,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index=devices[0]
+            ),
+        )
+        .remote({})
+        for devices in layout.engine_devices
+    ]
