@@ -79,7 +79,7 @@ class RunFolder:
         """Write the samples of a rollout, one row each, as Parquet. `pandas.read_parquet` reads it.
 
         Columns: rollout_id, group_id, sample_id, trajectory_id; prompt (chat messages as JSON), response, label (JSON
-        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status; tokens,
+        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status, supervised; tokens,
         response_length, loss_mask, rollout_log_probs (NaN where nobody sampled), weight_versions (version, start, end);
         metadata as JSON. Raises: OSError (a full disk); no partial file stays.
         """
@@ -178,6 +178,7 @@ def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
         "reward": (pa.float64(), lambda s: None if isinstance(s.reward, dict) else s.reward),
         "rewards": (pa.string(), lambda s: _text(s.reward) if isinstance(s.reward, dict) else None),
         "status": (pa.string(), lambda s: str(s.status)),
+        "supervised": (pa.bool_(), lambda s: s.supervised),
         "tokens": (pa.list_(pa.int32()), lambda s: s.tokens),
         "response_length": (pa.int32(), lambda s: s.response_length),
         "loss_mask": (pa.list_(pa.uint8()), lambda s: s.loss_mask),

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from vime.observability.metrics import METRICS, UnknownMetric, as_markdown, check_names, is_defined
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_documentation_is_the_table():
+    assert DOCS.read_text("utf-8") == as_markdown(), "docs/metrics.md is old: write as_markdown() into it"
+
+
+def test_every_row_is_complete_and_every_name_once():
+    names = [m.name for m in METRICS]
+    assert len(names) == len(set(names))
+    assert all(m.unit and m.definition for m in METRICS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train/loss",
+        "train/lr-pg_0",
+        "eval/arith",
+        "eval/arith-truncated_ratio",
+        "perf/rollout_time",
+        "custom/x/y",
+        "rollout/response_len/mean",
+        "train/train_rollout_logprob_abs_diff/p99",
+        "rollout/dynamic_filter/drop_zero_std",
+    ],
+)
+def test_emitted_names_are_defined(name):
+    assert is_defined(name)
+
+
+@pytest.mark.parametrize("name", ["train/los", "loss", "rollout/raw_reward/median", "rollout/response_len/mean/x", ""])
+def test_other_names_are_not(name):
+    assert not is_defined(name)
+
+
+def test_unknown_names_are_refused_all_at_once_with_the_nearest():
+    with pytest.raises(UnknownMetric, match=r"'train/los' \(nearest: train/loss\), 'zzz'; add them"):
+        check_names(["train/los", "train/loss", "zzz"])

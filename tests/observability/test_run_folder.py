@@ -1,0 +1,84 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from vime.config import Config
+from vime.observability.run_folder import RunFolder, plain_settings, versions
+from vime.types import Group, Sample, SampleStatus
+
+
+def test_the_resolved_settings_are_written_without_secrets(tmp_path):
+    config = Config(vllm={"api_key": "sk-very-secret", "hf_token": "hf_x", "max_num_batched_tokens": 512})
+    config = replace(config, rollout=replace(config.rollout, rollout_stop_token_ids=[1, 2]))
+    text = RunFolder(tmp_path / "run").write_config(config).read_text("utf-8")
+    assert "secret" not in text and "hf_x" not in text
+    saved = yaml.safe_load(text)
+    assert saved["vllm"]["max_num_batched_tokens"] == 512
+    assert saved["rollout"]["rollout_stop_token_ids"] == [1, 2]
+    assert saved["data"]["input_key"] == "input", "a key that is no secret stays"
+
+
+def test_odd_values_become_plain():
+    assert plain_settings({"a": (1, None), "b": np.float32(2), "c": SampleStatus.FAILED, "password": ""}) == {
+        "a": [1, None],
+        "b": "2.0",
+        "c": "failed",
+        "password": "",
+    }
+
+
+def test_versions_name_software_and_machine(tmp_path):
+    saved = json.loads(RunFolder(tmp_path).write_versions().read_text("utf-8"))
+    assert saved == versions()
+    assert {"torch", "megatron-core", "ray", "vllm-router", "transformers"} <= set(saved["packages"])
+    assert saved["python"].startswith("3.") and saved["cpu_model"] and saved["vime"]
+
+
+def groups():
+    said = Sample(
+        prompt="1+1=",
+        tokens=(1, 2),
+        group_id=4,
+        sample_id=8,
+        trajectory_id=8,
+        response="2\ud83d",
+        label="2",
+        reward=1.0,
+        status=SampleStatus.COMPLETED,
+        metadata={"level": 3, "odd": {1, 2}},
+    )
+    said.append_response((5, 6), (-0.25, -0.5), version=3)
+    said.append_response((7,), trainable=False)
+    chat = Sample(prompt=[{"role": "user", "content": "hi"}], group_id=4, sample_id=9, reward={"a": 1.0}, label=[1])
+    return [Group(4, [said, chat])]
+
+
+def test_pandas_reads_a_rollout(tmp_path):
+    frame = pd.read_parquet(RunFolder(tmp_path).write_rollout(12, groups()))
+    assert (tmp_path / "rollouts" / "rollout_000012.parquet").exists()
+    first, second = frame.iloc[0], frame.iloc[1]
+    assert frame.rollout_id.tolist() == [12, 12] and frame.sample_id.tolist() == [8, 9]
+    assert (first.prompt, first.response, first.label, first.reward) == ("1+1=", "2?", "2", 1.0)
+    assert first.status == "completed" and second.status == "pending"
+    assert first.tokens.tolist() == [1, 2, 5, 6, 7] and first.loss_mask.tolist() == [1, 1, 0]
+    np.testing.assert_array_equal(first.rollout_log_probs, np.array([-0.25, -0.5, np.nan], np.float32))
+    assert list(first.weight_versions) == [{"version": 3, "start": 0, "end": 2}]
+    assert json.loads(first.metadata)["level"] == 3
+    assert json.loads(second.prompt) == [{"role": "user", "content": "hi"}]
+    assert np.isnan(second.reward) and json.loads(second.rewards) == {"a": 1.0}
+
+
+def test_a_failed_write_leaves_no_partial_file(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_rollout(0, groups())
+    before = folder.rollout_path(0).read_bytes()
+    bad = groups()
+    bad[0].samples[0].reward = "not a number"
+    with pytest.raises((ValueError, TypeError)):
+        folder.write_rollout(0, bad)
+    assert folder.rollout_path(0).read_bytes() == before
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["rollout_000000.parquet"]

@@ -1,0 +1,64 @@
+import json
+import logging
+import math
+
+import pytest
+
+from vime.observability.metrics import UnknownMetric
+from vime.observability.writers import JsonlWriter, MultiWriter, TensorBoardWriter
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_one_flushed_line_a_step_with_its_time(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = JsonlWriter(path, clock=lambda: 12.5)
+    writer.write(0, {"train/loss": 1.5})
+    assert read(path) == [{"step": 0, "time": 12.5, "train/loss": 1.5}], "readable while the run goes on"
+    writer.write(1, {"train/loss": 1})
+    writer.close()
+    again = JsonlWriter(path)
+    again.write(2, {})
+    again.close()
+    assert [row["step"] for row in read(path)] == [0, 1, 2]
+
+
+def test_nan_and_infinity_are_null_with_a_warning(tmp_path, caplog):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    with caplog.at_level(logging.WARNING):
+        writer.write(7, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/pg_loss": 0.0})
+    writer.close()
+    (row,) = read(tmp_path / "m.jsonl")
+    assert (row["train/loss"], row["train/grad_norm"], row["train/pg_loss"]) == (None, None, 0.0)
+    assert "step 7" in caplog.text and "train/loss=nan" in caplog.text and "train/pg_loss" not in caplog.text
+
+
+def test_a_line_torn_by_a_crash_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "tra', "utf-8")
+    writer = JsonlWriter(path)
+    writer.write(1, {})
+    writer.close()
+    assert json.loads(path.read_text("utf-8").splitlines()[-1])["step"] == 1
+
+
+def test_unknown_names_are_refused_and_nothing_is_written(tmp_path):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    with pytest.raises(UnknownMetric):
+        writer.write(0, {"train/losss": 1.0})
+    writer.close()
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MultiWriter(JsonlWriter(tmp_path / "m.jsonl"), TensorBoardWriter(tmp_path / "tb"))
+    writer.write(3, {"train/loss": 0.25})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.25)]
+    assert read(tmp_path / "m.jsonl")[0]["step"] == 3
