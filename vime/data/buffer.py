@@ -29,7 +29,7 @@ class DataBuffer:
     were put back are handed out before new ones, first in, first out.
 
     Args:
-        prompts: what `load_prompts` gave, or any sequence of `Prompt`.
+        prompts: what `load_prompts` gives, or any sequence of `Prompt`.
         n_samples_per_prompt: samples per group.
         shuffle: shuffle anew each epoch.
         seed: of the shuffle, not negative.
@@ -53,6 +53,11 @@ class DataBuffer:
         self._put_back: deque[Group] = deque()
         self._order = self._epoch_order()
         self._fingerprint: str | None = None
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """What it hands out, in file order."""
+        return self._prompts
 
     @property
     def epoch(self) -> int:

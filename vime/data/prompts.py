@@ -17,7 +17,7 @@ from vime.errors import DataError
 from vime.types import Message
 
 if TYPE_CHECKING:
-    from vime.config import DataConfig
+    from vime.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,26 @@ class _BadLine(Exception):
     """Why one line cannot be used."""
 
 
-def load_prompts(
+def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
+    """The training prompts of `--prompt-data`, read as the data section says. Raises: DataError."""
+    data = config.data
+    if data.prompt_data is None:
+        raise DataError("no --prompt-data is given: name a JSONL file of prompts")
+    return read_prompts(
+        data.prompt_data,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        metadata_key=data.metadata_key,
+        tool_key=data.tool_key,
+        apply_chat_template=data.apply_chat_template,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        max_prompt_len=data.rollout_max_prompt_len,
+        max_context_len=config.rollout.rollout_max_context_len,
+    )
+
+
+def read_prompts(
     path: str | Path,
     tokenizer: Any,
     *,
@@ -167,24 +186,6 @@ def load_prompts(
     if problems:
         _refuse(path, f"{len(problems)} of {num_lines} lines cannot be used", problems)
     return _within_limits(path, keys, numbers, lines, tokens, max_prompt_len, max_context_len)
-
-
-def load_train_prompts(data: DataConfig, tokenizer: Any, *, max_context_len: int | None = None) -> PromptSet:
-    """The training prompts of `--prompt-data`, as the data section says. Raises: DataError."""
-    if data.prompt_data is None:
-        raise DataError("no --prompt-data is given: name a JSONL file of prompts")
-    return load_prompts(
-        data.prompt_data,
-        tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
-        tool_key=data.tool_key,
-        apply_chat_template=data.apply_chat_template,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        max_prompt_len=data.rollout_max_prompt_len,
-        max_context_len=max_context_len,
-    )
 
 
 def render_chat(

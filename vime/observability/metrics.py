@@ -46,7 +46,9 @@ rollout/failed_ratio | ratio | generated samples that failed, by their status
 rollout/aborted_ratio | ratio | generated samples that were stopped from outside
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
-rollout/num_<what> | count | how many `groups`, `samples`, `tokens` (response tokens) or `requests` the rollout took
+rollout/num_<what> | count | how many `groups`, `samples`, `tokens` (response tokens) finished, and how many groups were `put_back` (surplus, generated again later), `failed_groups` or `aborted_groups`
+rollout/generated_reward | reward | mean reward over generated samples, also of groups that the dynamic sampling filter dropped
+rollout/reward_<verdict> | ratio | generated samples that a built-in grader found `unparseable` (no answer), or on which it ran into `timeout` or `crashed`; their reward is 0
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose reward or generation failed, by category
 rollout/log_probs | nats | mean log-prob of the trained tokens under the policy before the step (trajectory mean)
@@ -81,6 +83,7 @@ train/weight_sync_version | version | version the engines had after the weight s
 eval/<set> | reward | mean reward over the held-out set; for 0/1 rewards the accuracy
 eval/<set>-truncated_ratio | ratio | held-out responses that a length limit cut off
 eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as reward 0
+eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended `unparseable`, `timeout` or `crashed`
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
 eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has reward 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set

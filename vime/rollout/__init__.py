@@ -1,0 +1,1 @@
+"""Rollout functions: how groups of prompts become groups of scored samples."""

@@ -1,0 +1,35 @@
+"""Dynamic sampling filters: which finished groups are worth training on. A dropped group is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vime.protocols import RolloutContext
+from vime.rewards.score import scalar_reward
+from vime.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class FilterOutput:
+    """What a filter says of a group; the reason names the metric rollout/dynamic_filter/drop_<reason>."""
+
+    keep: bool
+    reason: str = "filtered"
+
+
+def check_reward_nonzero_std(config: RolloutContext, samples: Sequence[Sample]) -> FilterOutput:
+    """Keep a group whose rewards differ: with equal ones every advantage is 0 and it teaches nothing.
+
+    Source: dynamic sampling of DAPO, arXiv:2503.14476.
+    """
+    key = config.config.reward.reward_key
+    rewards = [scalar_reward(sample.reward, key) for sample in samples]
+    if max(rewards) > min(rewards):
+        return FilterOutput(True)
+    return FilterOutput(False, f"zero_std_{reward_name(rewards[0])}")
+
+
+def reward_name(reward: float) -> str:
+    """A reward as part of a metric's name: one decimal, so that near values share a name."""
+    return f"{round(reward, 1) + 0.0:g}"

@@ -1,0 +1,87 @@
+"""What a rollout reports of the samples it generated. Definitions: vime/observability/metrics.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vime.rewards.grade import VERDICTS
+from vime.rewards.score import VERDICT_KEY, scalar_reward
+from vime.rollout.filters import reward_name
+from vime.types import Metrics, Sample, SampleStatus
+
+# Verdicts worth a metric of their own: the others are the reward itself.
+_REPORTED_VERDICTS = tuple(v for v in VERDICTS if v not in ("correct", "wrong"))
+
+
+class RolloutStats:
+    """Counts over all groups that finished, kept, dropped or failed; groups put back are not among them."""
+
+    def __init__(self, reward_key: str | None) -> None:
+        self._reward_key = reward_key
+        self._response_lens: list[int] = []
+        self._prompt_lens: list[int] = []
+        self._rewards: list[float] = []
+        self._statuses: Counter[SampleStatus] = Counter()
+        self._verdicts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """One finished group's samples."""
+        self._counts["rollout/num_groups"] += 1
+        self._counts["rollout/num_samples"] += len(samples)
+        for sample in samples:
+            self._response_lens.append(sample.response_length)
+            self._prompt_lens.append(len(sample.tokens) - sample.response_length)
+            self._statuses[sample.status] += 1
+            self._verdicts[sample.metadata.get(VERDICT_KEY, "")] += 1
+        if any(sample.status is SampleStatus.FAILED for sample in samples):
+            return
+        rewards = [scalar_reward(sample.reward, self._reward_key) for sample in samples]
+        self._rewards += rewards
+        if max(rewards) == min(rewards):
+            self._counts[f"rollout/zero_std/count_{reward_name(rewards[0])}"] += 1
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Raise the metric `name` by a number; a metric never counted is 0 only if it was counted by 0."""
+        self._counts[name] += by
+
+    def metrics(self) -> Metrics:
+        """All of it; ratios are over generated samples."""
+        total = max(len(self._response_lens), 1)
+        metrics: Metrics = {name: float(value) for name, value in self._counts.items()}
+        metrics |= length_metrics("rollout/response_len", self._response_lens)
+        metrics |= length_metrics("rollout/prompt_len", self._prompt_lens)
+        metrics["rollout/num_tokens"] = float(sum(self._response_lens))
+        for name, status in (
+            ("truncated_ratio", SampleStatus.TRUNCATED),
+            ("failed_ratio", SampleStatus.FAILED),
+            ("aborted_ratio", SampleStatus.ABORTED),
+        ):
+            metrics[f"rollout/{name}"] = self._statuses[status] / total
+        metrics |= {f"rollout/reward_{v}": self._verdicts[v] / total for v in _REPORTED_VERDICTS}
+        if self._rewards:
+            metrics["rollout/generated_reward"] = float(np.mean(self._rewards))
+        return metrics
+
+
+def verdict_ratios(prefix: str, samples: Sequence[Sample]) -> Metrics:
+    """Shares of samples whose grading ended without a judgement, by verdict, under prefix + verdict."""
+    counts = Counter(sample.metadata.get(VERDICT_KEY, "") for sample in samples)
+    return {f"{prefix}{v}": counts[v] / max(len(samples), 1) for v in _REPORTED_VERDICTS}
+
+
+def length_metrics(name: str, lengths: Sequence[int]) -> Metrics:
+    """mean, median, min and max under `name`/; nothing for no lengths."""
+    if not lengths:
+        return {}
+    column: npt.NDArray[np.float64] = np.asarray(lengths, np.float64)
+    return {
+        f"{name}/mean": float(column.mean()),
+        f"{name}/median": float(np.median(column)),
+        f"{name}/min": float(column.min()),
+        f"{name}/max": float(column.max()),
+    }

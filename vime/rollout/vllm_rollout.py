@@ -1,0 +1,177 @@
+"""The default rollout function: asynchronous requests, rewards as they finish, dynamic sampling, evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vime.config.hooks import load_hook
+from vime.data.buffer import pending_again
+from vime.data.prompts import PromptSet
+from vime.errors import EngineError, VimeError
+from vime.protocols import DataSource, Engines, RolloutContext
+from vime.rewards.score import scalar_reward
+from vime.rollout.evaluate import evaluate
+from vime.rollout.filters import FilterOutput
+from vime.rollout.generate import request_seed, rollout_sampling
+from vime.rollout.runner import GroupRunner, Outcome
+from vime.rollout.stats import RolloutStats
+from vime.types import Group, RolloutResult, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+# A group that failed is replaced, but when a quarter of the batch has failed something is wrong with the run.
+_MAX_FAILED_SHARE = 0.25
+_FREE_FAILURES = 2  # of a small batch
+_MAX_ABORTED_FACTOR = 4  # groups aborted from outside, per group wanted: each is tried again, but not for ever
+_MAX_DROPPED_FACTOR = 20  # groups dropped by the filter while none was kept, per group wanted
+
+
+def generate_rollout(
+    config: RolloutContext,
+    rollout_id: int,
+    data_source: DataSource | Mapping[str, PromptSet],
+    engines: Engines,
+    evaluation: bool = False,
+) -> RolloutResult:
+    """The finished groups of one rollout, or with `evaluation` those of the held-out sets, and metrics.
+
+    Training: `data_source` is a `DataSource`. Groups are pulled (--over-sampling-batch-size at a time, else as many as
+    are missing) while fewer than --rollout-batch-size are kept or under way; each is one request for all its samples,
+    or one call of --custom-generate-function-path per sample. Finished samples are scored, then the dynamic sampling
+    filter looks at the group. When enough are kept the rest is aborted and put back into the source as it was handed
+    out: pending, its partial or finished responses discarded. Groups that failed or were dropped are replaced.
+
+    Evaluation: `data_source` maps each set's name to its prompts (`vime.rollout.eval_data.load_eval_sets`).
+
+    It runs an event loop of its own, so `engines` must not be tied to one, and the caller must not be inside one.
+    Each request's seed follows from (--rollout-seed, rollout_id, group_id): without over-sampling the same engines
+    give the same samples again.
+
+    Returns: groups by ascending group_id.
+    Raises: EngineError or VimeError with the first failure as its cause when more than a quarter of the groups fail;
+        VimeError when the filter drops everything; DataError, ConfigError.
+    """
+    if evaluation:
+        assert isinstance(data_source, Mapping), f"evaluation needs named prompt sets, not {type(data_source).__name__}"
+        return asyncio.run(evaluate(config, rollout_id, data_source, engines))
+    assert not isinstance(data_source, Mapping), "training needs a DataSource, not named prompt sets"
+    return asyncio.run(_collect(config, rollout_id, data_source, engines))
+
+
+async def _collect(context: RolloutContext, rollout_id: int, source: DataSource, engines: Engines) -> RolloutResult:
+    config = context.config
+    target = config.rollout.rollout_batch_size
+    seed = config.data.rollout_seed
+    runner = GroupRunner(
+        context,
+        engines,
+        sampling=rollout_sampling(config),
+        seed_of=lambda group: request_seed(seed, rollout_id, group.group_id),
+        name=f"rollout-{rollout_id}",
+    )
+    kept = _Kept(context, target)
+    try:
+        while len(kept.groups) < target:
+            missing = target - len(kept.groups) - runner.num_outstanding
+            if missing > 0:
+                for group in source.get_groups(config.rollout.over_sampling_batch_size or missing):
+                    runner.start(group)
+            outcome = await runner.next_outcome()
+            if outcome.is_aborted:
+                source.put_back([kept.retry(outcome)])
+            else:
+                kept.add(outcome)
+        surplus = await runner.stop()
+    except BaseException:  # ctrl-C, too: no request may outlive its rollout
+        await runner.cancel()
+        raise
+    source.put_back(surplus)
+    kept.stats.count("rollout/num_put_back", len(surplus))
+    return kept.result()
+
+
+class _Kept:
+    """The groups kept so far, and what became of the others."""
+
+    def __init__(self, context: RolloutContext, target: int) -> None:
+        self._context = context
+        self._target = target
+        self._reward_key = context.config.reward.reward_key
+        self._filter = _load_filter(context.config.rollout.dynamic_sampling_filter_path)
+        self._first_failure: Outcome | None = None
+        self._num_failed = self._num_dropped = self._num_aborted = 0
+        self.groups: list[Group] = []
+        self.stats = RolloutStats(self._reward_key)
+        for name in ("num_failed_groups", "num_aborted_groups"):
+            self.stats.count(f"rollout/{name}", 0)
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep, drop or write off a finished group."""
+        self.stats.add(outcome.group.samples)
+        if outcome.error is not None:
+            self._write_off(outcome)
+            return
+        verdict = self._filter(self._context, outcome.group.samples) if self._filter is not None else True
+        verdict = verdict if isinstance(verdict, FilterOutput) else FilterOutput(bool(verdict))
+        if verdict.keep:
+            self.groups.append(outcome.group)
+            return
+        self._num_dropped += 1
+        self.stats.count(f"rollout/dynamic_filter/drop_{verdict.reason}")
+        if self._num_dropped % (4 * self._target) == 0:
+            logger.warning(
+                "the dynamic sampling filter dropped %d groups and kept %d of the %d wanted (last reason: %s)",
+                self._num_dropped,
+                len(self.groups),
+                self._target,
+                verdict.reason,
+            )
+        if not self.groups and self._num_dropped >= _MAX_DROPPED_FACTOR * self._target:
+            raise VimeError(
+                f"the dynamic sampling filter dropped all of {self._num_dropped} groups (last reason: "
+                f"{verdict.reason}); the policy may solve every prompt, or none: change the prompts or the filter"
+            )
+
+    def retry(self, outcome: Outcome) -> Group:
+        """A group that was aborted from outside, to be generated again."""
+        self._num_aborted += 1
+        self.stats.count("rollout/num_aborted_groups")
+        if self._num_aborted > _MAX_ABORTED_FACTOR * self._target:
+            raise EngineError(f"the engines aborted {self._num_aborted} groups that nobody asked them to abort")
+        return pending_again(outcome.group)
+
+    def result(self) -> RolloutResult:
+        """The kept groups by group_id, and the metrics."""
+        groups = sorted(self.groups, key=lambda group: group.group_id)
+        metrics = self.stats.metrics()
+        rewards = [scalar_reward(sample.reward, self._reward_key) for group in groups for sample in group.samples]
+        metrics["rollout/raw_reward"] = sum(rewards) / len(rewards)
+        return RolloutResult(groups, metrics)
+
+    def _write_off(self, outcome: Outcome) -> None:
+        failed = [s for s in outcome.group.samples if s.status is SampleStatus.FAILED]
+        self.stats.count("rollout/num_failed_groups")
+        self.stats.count(f"rollout/error_cat/{outcome.category}", len(failed))
+        self._first_failure = self._first_failure or outcome
+        self._num_failed += 1
+        logger.warning("group %d failed and is replaced: %s", outcome.group.group_id, failed[0].metadata["error"])
+        if self._num_failed > max(_FREE_FAILURES, _MAX_FAILED_SHARE * self._target):
+            error = self._first_failure.error
+            kind = EngineError if isinstance(error, EngineError) else VimeError
+            raise kind(
+                f"{self._num_failed} groups failed while {len(self.groups)} of {self._target} were collected; the "
+                f"first: {self._first_failure.category}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _load_filter(path: str | None) -> Callable[..., Any] | None:
+    if path is None:
+        return None
+    hook = load_hook(path, ("config", "samples"))
+    if inspect.iscoroutinefunction(hook):
+        raise VimeError(f"--dynamic-sampling-filter-path {path} is an `async def`; a filter is a plain function")
+    return hook
