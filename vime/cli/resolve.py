@@ -1,0 +1,191 @@
+"""argv to the one resolved, checked, frozen configuration, with the origin of every value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vime.cli.flag import Flag
+from vime.cli.help import print_help
+from vime.cli.parse import Catalogue, Parsed, parse
+from vime.cli.vime_flags import section_classes
+from vime.config import Config
+from vime.config.hf import local_checkpoint, read_model_config
+from vime.config.validate import Facts, training_ranks, validate
+from vime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vime.platform.base import Platform
+
+DEFAULT, CHECKPOINT, PLATFORM = "default", "HF checkpoint", "platform"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration that passed every check."""
+
+    config: Config
+    origin: dict[str, str]
+    """By flag name without dashes: "default", "--config file.yaml", "command line", "HF checkpoint" or "platform"."""
+    shape: dict[str, Any]
+    """The model's architecture in Megatron's names, as the checkpoint states it."""
+
+
+def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
+    """Parse, fill in, cross-check. A `--help…` flag prints its table and exits.
+
+    Args:
+        argv: the words after the program's name.
+        fetch: download a hub checkpoint and put its local folder in place of the name.
+    Raises: ConfigError with every problem found.
+    """
+    print_help(argv)
+    catalogue = Catalogue()
+    parsed = parse(argv, catalogue)
+    config = _build(parsed)
+    problems = list(parsed.problems)
+    platform = _platform(config, problems)
+    model, shape = _checkpoint(config, problems)
+    claims = tuple(
+        (g.flag.name, g.flag.key, g.value)
+        for g in parsed.given.values()
+        if g.flag.owner == "megatron" and (g.flag.group == "Model" or g.flag.key in shape)
+    )
+    facts = _facts(config, platform, parsed, model, shape, claims)
+    misread = {_name_in(problem) for problem in parsed.problems}
+    # A required setting whose value was refused is not also missing.
+    problems += [p for p in validate(config, facts) if not (_name_in(p) in misread and "is required" in p)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    origin = {flag.name: DEFAULT for flag in catalogue.table("vime").values()}
+    origin |= {name: g.origin for name, g in parsed.given.items()}
+    config = _fill(config, platform, model, origin)
+    if fetch:
+        folder = str(local_checkpoint(config.checkpoint.hf_checkpoint))
+        config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=folder))
+    origin |= {name.replace("_", "-"): CHECKPOINT for name in shape if name.replace("_", "-") not in origin}
+    return Resolved(config, origin, shape)
+
+
+def _build(parsed: Parsed) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
+    others: dict[str, dict[str, Any]] = {"megatron": {}, "vllm": {}, "router": {}}
+    for given in parsed.given.values():
+        flag: Flag = given.flag
+        if flag.owner == "vime":
+            section, name = flag.key.split(".")
+            sections[section][name] = given.value
+        elif flag.group != "Model":  # those describe the checkpoint and are no fields of megatron-core's
+            others[flag.owner][flag.key] = given.value
+    made = {name: cls(**sections[name]) for name, cls in section_classes().items()}
+    return Config(**made, **others)
+
+
+def _platform(config: Config, problems: list[str]) -> Platform | None:
+    from vime.platform import get_platform
+
+    try:
+        return get_platform(config.cluster.platform)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _checkpoint(config: Config, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint's config.json, and its architecture in Megatron's names; empty when there is a problem."""
+    from vime.models import family_of
+
+    if not config.checkpoint.hf_checkpoint:
+        return {}, {}
+    try:
+        model = read_model_config(config.checkpoint.hf_checkpoint)
+        settings = family_of(model).settings(model)
+    except ConfigError as error:
+        problems += error.problems
+        return {}, {}
+    shape = dict(settings.transformer)
+    for name in ("hidden_dropout", "attention_dropout", "init_method_std"):
+        shape.pop(name, None)
+    groups, heads = shape["num_query_groups"], shape["num_attention_heads"]
+    shape |= {
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": settings.max_position_embeddings,
+        "rotary_base": settings.rotary_base,
+        "rotary_percent": 1.0,  # families refuse partial rotation
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "group_query_attention": groups != heads,
+        "swiglu": bool(shape.get("gated_linear_unit")) and shape.get("activation_func") == "silu",
+        "untie_embeddings_and_output_weights": not settings.tie_word_embeddings,
+    }
+    shape.setdefault("num_moe_experts", None)
+    shape.setdefault("qk_layernorm", False)
+    return model, shape
+
+
+def _facts(
+    config: Config,
+    platform: Platform | None,
+    parsed: Parsed,
+    model: Mapping[str, Any],
+    shape: Mapping[str, Any],
+    claims: tuple[tuple[str, str, Any], ...],
+) -> Facts:
+    from vime.rewards import REWARDS
+
+    limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None
+    return Facts(
+        platform=platform.name if platform is not None else config.cluster.platform,
+        transports=tuple(platform.transports) if platform is not None else ("shm", "disk"),
+        devices=platform.device_count() if platform is not None and limited else None,
+        reward_names=tuple(REWARDS),
+        explicit=frozenset(g.flag.key for g in parsed.given.values() if g.flag.owner == "vime"),
+        shape=shape,
+        max_position_embeddings=shape.get("max_position_embeddings") if model else None,
+        shape_claims=claims,
+    )
+
+
+def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], origin: dict[str, str]) -> Config:
+    """Put the value in place of every "default: as that other setting", so that the printed value is the one used."""
+    assert platform is not None, "a platform that cannot be found is a problem, and problems are raised before"
+    changes: dict[str, dict[str, Any]] = {}
+
+    def fill(section: str, name: str, value: Any, where: str = DEFAULT) -> None:
+        if getattr(getattr(config, section), name) in (None, "auto"):
+            changes.setdefault(section, {})[name] = value
+            origin[name.replace("_", "-")] = where
+
+    rollout, algo, cluster = config.rollout, config.algo, config.cluster
+    fill("cluster", "platform", platform.name, PLATFORM)
+    fill("sync", "update_weight_transport", platform.transports[0], PLATFORM)
+    fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
+    fill("rollout", "rollout_max_context_len", int(model.get("max_position_embeddings") or 2048), CHECKPOINT)
+    fill("rollout", "over_sampling_batch_size", rollout.rollout_batch_size)
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    fill("train", "global_batch_size", samples // (config.train.num_steps_per_rollout or 1))
+    fill("algo", "eps_clip_high", algo.eps_clip)
+    fill("eval", "eval_temperature", rollout.rollout_temperature)
+    fill("eval", "eval_top_p", rollout.rollout_top_p)
+    fill("eval", "eval_top_k", rollout.rollout_top_k)
+    fill("eval", "eval_max_response_len", rollout.rollout_max_response_len)
+    fill("eval", "eval_input_key", config.data.input_key)
+    fill("eval", "eval_label_key", config.data.label_key)
+    fill("eval", "eval_reward_key", config.reward.reward_key)
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changes.items()})
+
+
+def _name_in(problem: str) -> str:
+    """The flag a problem begins with, to tell "is missing" from "was refused"."""
+    word = problem.split()[0] if problem else ""
+    return word.removeprefix("--").replace("_", "-")
+
+
+def as_mapping(config: Config) -> dict[str, Any]:
+    """The configuration as plain nested dicts, ready for JSON or YAML."""
+    return dataclasses.asdict(config)
+
+
+__all__ = ["CHECKPOINT", "DEFAULT", "PLATFORM", "Resolved", "as_mapping", "resolve"]

@@ -1,0 +1,42 @@
+"""`vime config`: the resolved configuration, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from vime.cli.resolve import DEFAULT, Resolved, as_mapping, resolve
+
+_ORIGINS_KEPT_BY_OWNER = {"megatron": "", "vllm": "vllm-", "router": "router-"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """`vime config [--json] [settings]`. Returns: 0; wrong settings are raised as ConfigError."""
+    words = [word for word in argv if word != "--json"]
+    sys.path.insert(0, "")  # users' hooks are looked for beside them, as `python train.py` does
+    resolved = resolve(words, fetch=False)
+    if "--json" in argv:
+        print(json.dumps({**as_mapping(resolved.config), "model": resolved.shape, "origin": resolved.origin}, indent=2))
+    else:
+        print(as_yaml(resolved), end="")
+    return 0
+
+
+def as_yaml(resolved: Resolved) -> str:
+    """Sections as comments, `name: value  # origin` lines: the settings part is a file that --config takes back."""
+    lines: list[str] = []
+    for section, values in as_mapping(resolved.config).items():
+        if not values:
+            continue
+        lines.append(f"# {section}")
+        prefix = _ORIGINS_KEPT_BY_OWNER.get(section, "")
+        for key, value in values.items():
+            name = prefix + key.replace("_", "-")
+            origin = resolved.origin.get(name, "")
+            # A default is left out of what --config reads, so that the file stays right when another setting changes.
+            lines.append(f"{'# ' if origin == DEFAULT else ''}{name}: {json.dumps(value)}  # {origin}")
+        lines.append("")
+    lines.append("# model (from the checkpoint; not settings)")
+    lines += [f"# {name}: {json.dumps(value)}" for name, value in resolved.shape.items()]
+    return "\n".join(lines) + "\n"

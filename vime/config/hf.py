@@ -1,0 +1,69 @@
+"""The HF checkpoint: where it is and what its config.json says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vime.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_TIMEOUT_S = 10
+
+
+def read_model_config(checkpoint: str) -> dict[str, Any]:
+    """config.json of a checkpoint folder, or of a hub name (only that file is fetched).
+
+    Raises: ConfigError when it is neither, the hub cannot be reached, or the file is no JSON object.
+    """
+    folder = _folder(checkpoint)
+    path = folder / "config.json" if folder else _from_hub(checkpoint, only_config=True)
+    if not path.is_file():
+        raise ConfigError(f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hf-checkpoint {checkpoint}: config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--hf-checkpoint {checkpoint}: config.json holds a {type(config).__name__}, not an object")
+    return config
+
+
+def local_checkpoint(checkpoint: str) -> Path:
+    """The checkpoint as a local folder; a hub name is downloaded (into the hub's own cache) first.
+
+    Raises: ConfigError as `read_model_config`.
+    """
+    return _folder(checkpoint) or _from_hub(checkpoint, only_config=False)
+
+
+def _folder(checkpoint: str) -> Path | None:
+    """The folder meant, or None where the words can only be a hub name."""
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"--hf-checkpoint {checkpoint} is a file; give the folder that holds its config.json")
+    if not _HUB_NAME.fullmatch(checkpoint) or checkpoint.startswith("."):
+        raise ConfigError(f"--hf-checkpoint {checkpoint}: there is no such folder, and it is no hub name (owner/name)")
+    return None
+
+
+def _from_hub(name: str, *, only_config: bool) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download, snapshot_download
+    except ImportError as error:
+        raise ConfigError(f"--hf-checkpoint {name}: there is no such folder, and the hub client is missing") from error
+    try:
+        if only_config:
+            return Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S))
+        return Path(snapshot_download(name, allow_patterns=_CHECKPOINT_FILES, etag_timeout=_HUB_TIMEOUT_S))
+    except Exception as error:  # the client raises errors of requests, httpx and its own, by version
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"--hf-checkpoint {name}: there is no such folder here, and the hub did not give a model of this name "
+            f"({type(error).__name__}: {reason})"
+        ) from error

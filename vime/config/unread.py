@@ -1,0 +1,112 @@
+"""Settings that were given but that nobody would read, as the run is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeAlias
+
+from vime.config import Config
+
+Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
+
+
+def _is_sft(c: Config) -> bool:
+    return c.algo.loss_type == "sft_loss"
+
+
+# (settings, when nobody reads them, what to do about it)
+_RULES: tuple[Rule, ...] = (
+    (("rollout.num_epoch",), lambda c: c.rollout.num_rollout is not None, "--num-rollout counts; give one of them"),
+    (("algo.kl_loss_type", "checkpoint.ref_load"), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
+    (("train.lr_warmup_init",), lambda c: c.train.lr_warmup_iters == 0, "add --lr-warmup-iters"),
+    (
+        ("train.lr_decay_iters",),
+        lambda c: c.train.lr_decay_style == "constant",
+        "--lr-decay-style constant does not decay; choose another style",
+    ),
+    (
+        ("train.max_tokens_per_gpu", "train.log_probs_max_tokens_per_gpu"),
+        lambda c: not c.train.use_dynamic_batch_size,
+        "add --use-dynamic-batch-size",
+    ),
+    (
+        ("train.micro_batch_size",),
+        lambda c: c.train.use_dynamic_batch_size,
+        "--use-dynamic-batch-size fills micro-batches by --max-tokens-per-gpu; drop one of the two",
+    ),
+    (
+        ("checkpoint.save_interval", "checkpoint.no_save_optim"),
+        lambda c: c.checkpoint.save is None,
+        "add --save, the folder to write to",
+    ),
+    (("checkpoint.no_load_optim",), lambda c: c.checkpoint.load is None, "add --load, the folder to resume from"),
+    (
+        ("data.apply_chat_template_kwargs", "data.tool_key"),
+        lambda c: not c.data.apply_chat_template,
+        "add --apply-chat-template",
+    ),
+    (("reward.group_rm",), lambda c: c.reward.custom_rm_path is None, "add --custom-rm-path, the function for groups"),
+    (
+        (
+            "eval.eval_interval",
+            "eval.skip_eval_before_train",
+            "eval.eval_input_key",
+            "eval.eval_label_key",
+            "eval.n_samples_per_eval_prompt",
+            "eval.eval_temperature",
+            "eval.eval_top_p",
+            "eval.eval_top_k",
+            "eval.eval_max_response_len",
+            "eval.eval_reward_key",
+            "rollout.eval_function_path",
+        ),
+        lambda c: not c.eval.eval_prompt_data,
+        "add --eval-prompt-data, pairs of NAME PATH",
+    ),
+    (
+        ("sync.update_weight_disk_dir",),
+        lambda c: c.sync.update_weight_transport != "disk",
+        "add --update-weight-transport disk",
+    ),
+    (("sync.weight_probe_tolerance",), lambda c: c.sync.weight_probe_interval == 0, "set --weight-probe-interval"),
+    (
+        ("cluster.num_cpus",),
+        lambda c: c.cluster.ray_address is not None,
+        "--ray-address joins a cluster that has its own",
+    ),
+    (
+        (
+            "algo.advantage_estimator",
+            "algo.disable_grpo_std_normalization",
+            "algo.disable_rewards_normalization",
+            "algo.eps_clip",
+            "algo.eps_clip_high",
+            "algo.eps_clip_c",
+            "algo.use_kl_loss",
+            "algo.kl_loss_coef",
+            "algo.entropy_coef",
+            "rollout.dynamic_sampling_filter_path",
+            "rollout.custom_generate_function_path",
+        ),
+        _is_sft,
+        "--loss-type sft_loss has no policy loss and samples nothing",
+    ),
+    (
+        ("algo.disable_grpo_std_normalization",),
+        lambda c: c.algo.disable_rewards_normalization,
+        "--disable-rewards-normalization already leaves rewards as they are",
+    ),
+)
+
+
+def unread_settings(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """One sentence for each given setting that has no effect.
+
+    Args: explicit: the settings the user gave, as "section.field".
+    """
+    for keys, is_unread, remedy in _RULES:
+        for key in keys:
+            if key in explicit and is_unread(config):
+                section, name = key.split(".")
+                value = getattr(getattr(config, section), name)
+                yield f"--{name.replace('_', '-')} is {value!r}, but nothing reads it: {remedy}"

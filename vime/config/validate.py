@@ -1,0 +1,309 @@
+"""Cross-checks of the whole configuration: pure, before anything starts, all problems at once.
+
+Each check yields sentences that name the settings, their values and what to change. `unread.py` finds values that
+nobody would read, `validate_files.py` looks at files and hooks, `validate_model.py` compares with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.config import Config
+from vime.config.unread import unread_settings
+from vime.config.validate_files import check_eval_sets, check_hooks, check_paths, check_prompts
+from vime.config.validate_model import check_lengths, check_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the checks need to know of the world around the settings."""
+
+    platform: str
+    """Name of the platform, as in --platform."""
+    transports: tuple[str, ...]
+    """Weight transports it can do, best first."""
+    devices: int | None = None
+    """Devices of this node; None where they do not limit the run (processes on a CPU, a Ray cluster to join)."""
+    reward_names: tuple[str, ...] = ()
+    """What --rm-type may say."""
+    explicit: frozenset[str] = frozenset()
+    """Settings the user gave, as "section.field"."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """The checkpoint's architecture in Megatron's names; empty when there is no checkpoint to read."""
+    max_position_embeddings: int | None = None
+    """Positions the checkpoint was made for."""
+    shape_claims: tuple[tuple[str, str, Any], ...] = ()
+    """Megatron flags that describe the model: (flag name, name in `shape`, value)."""
+
+
+def validate(config: Config, facts: Facts) -> list[str]:
+    """Everything wrong with `config`, one sentence each; empty when a run may start."""
+    checks = (
+        _required(config),
+        _ranges(config),
+        _sampling(config),
+        _batch_sizes(config),
+        _algorithm(config),
+        _reward(config, facts.reward_names),
+        _optimizer(config),
+        _platform(config, facts),
+        refuse_parallelism_not_built_yet(config.megatron),
+        check_model(config, facts.shape, facts.shape_claims),
+        check_lengths(config, facts.max_position_embeddings),
+        check_paths(config),
+        check_prompts(config),
+        check_eval_sets(config),
+        check_hooks(config),
+        unread_settings(config, facts.explicit),
+    )
+    return [problem for check in checks for problem in check]
+
+
+def generates(config: Config) -> bool:
+    """Whether the run samples from engines at all (supervised training does not)."""
+    return config.algo.loss_type != "sft_loss"
+
+
+def training_ranks(config: Config) -> int:
+    """Processes that train; the data-parallel size while nothing else is parallel."""
+    return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+
+
+def refuse_parallelism_not_built_yet(megatron: Mapping[str, Any]) -> Iterator[str]:
+    """Everything but data parallelism, until the trainer has it."""
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+    ):
+        if (megatron.get(name) or 1) > 1:
+            flag = name.replace("_", "-")
+            yield f"--{flag} is {megatron[name]}, but this version trains data parallel only; leave it at 1"
+    if megatron.get("sequence_parallel"):
+        yield "--sequence-parallel needs tensor parallelism, and this version trains data parallel only; leave it out"
+
+
+def _required(config: Config) -> Iterator[str]:
+    if not config.checkpoint.hf_checkpoint:
+        yield "--hf-checkpoint is required: an HF checkpoint folder or a hub name"
+    if config.data.prompt_data is None:
+        yield "--prompt-data is required: a JSONL file of prompts"
+    if config.rollout.rollout_batch_size == 0:
+        yield "--rollout-batch-size is required: prompts per rollout"
+    if config.rollout.num_rollout is None and config.rollout.num_epoch is None:
+        yield "--num-rollout is required (rollouts to run), or --num-epoch (epochs over the prompts)"
+    if "lr" not in config.megatron:
+        yield "--lr is required: the learning rate, such as 1e-6"
+
+
+# The least value of each number; one that may be unset is not checked when it is.
+_MINIMA: Mapping[str, float] = {
+    "cluster.actor_num_nodes": 1,
+    "cluster.actor_num_gpus_per_node": 1,
+    "cluster.rollout_num_gpus": 1,
+    "cluster.rollout_num_gpus_per_engine": 1,
+    "cluster.num_cpus": 1,
+    "checkpoint.save_interval": 1,
+    "data.rollout_seed": 0,
+    "data.rollout_max_prompt_len": 1,
+    "rollout.num_rollout": 0,
+    "rollout.num_epoch": 1,
+    "rollout.start_rollout_id": 0,
+    "rollout.rollout_batch_size": 0,
+    "rollout.n_samples_per_prompt": 1,
+    "rollout.over_sampling_batch_size": 1,
+    "rollout.rollout_max_response_len": 1,
+    "rollout.rollout_max_context_len": 2,
+    "rollout.rollout_concurrency": 1,
+    "reward.rm_num_workers": 1,
+    "eval.eval_interval": 1,
+    "eval.n_samples_per_eval_prompt": 1,
+    "eval.eval_temperature": 0,
+    "eval.eval_max_response_len": 1,
+    "algo.eps_clip": 0,
+    "algo.eps_clip_high": 0,
+    "algo.kl_loss_coef": 0,
+    "train.global_batch_size": 1,
+    "train.num_steps_per_rollout": 1,
+    "train.micro_batch_size": 1,
+    "train.max_tokens_per_gpu": 1,
+    "train.log_probs_max_tokens_per_gpu": 1,
+    "train.log_probs_chunk_size": 1,
+    "train.lr_decay_iters": 1,
+    "train.lr_warmup_iters": 0,
+    "train.lr_warmup_init": 0,
+    "train.seed": 0,
+    "train.distributed_timeout_minutes": 1,
+    "sync.update_weight_buffer_size": 1,
+    "sync.weight_probe_interval": 0,
+}
+_ABOVE_ZERO = (
+    "rollout.rollout_temperature",
+    "reward.rm_timeout_s",
+    "sync.weight_probe_tolerance",
+    "log.engine_start_timeout_s",
+)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a "section.field" key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _flag(key: str) -> str:
+    return "--" + key.split(".")[1].replace("_", "-")
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for key, least in _MINIMA.items():
+        value = value_of(config, key)
+        if value is not None and value < least:
+            yield f"{_flag(key)} is {value}, but must be at least {least}"
+    for key in _ABOVE_ZERO:
+        value = value_of(config, key)
+        if value is not None and value <= 0:
+            yield f"{_flag(key)} is {value}, but must be above 0"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout, eval_ = config.rollout, config.eval
+    why = "the trainer computes log-probs over the whole vocabulary, so a truncated support would bias the ratio"
+    if rollout.rollout_top_p != 1.0:
+        yield f"--rollout-top-p is {rollout.rollout_top_p}: {why}; use 1.0 (--eval-top-p is free)"
+    if rollout.rollout_top_k != -1:
+        yield f"--rollout-top-k is {rollout.rollout_top_k}: {why}; use -1 (--eval-top-k is free)"
+    if eval_.eval_top_p is not None and not 0 < eval_.eval_top_p <= 1:
+        yield f"--eval-top-p is {eval_.eval_top_p}, but must be above 0 and at most 1"
+    if eval_.eval_top_k is not None and (eval_.eval_top_k < -1 or eval_.eval_top_k == 0):
+        yield f"--eval-top-k is {eval_.eval_top_k}, but must be -1 (off) or at least 1"
+    over, batch = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+    if over is not None and over < batch:
+        yield f"--over-sampling-batch-size is {over}, less than --rollout-batch-size {batch}; use at least {batch}"
+
+
+def _batch_sizes(config: Config) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples <= 0:
+        return  # reported as missing
+    made = f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples} per rollout"
+    steps, batch = train.num_steps_per_rollout, train.global_batch_size
+    if steps is not None and steps > 0 and samples % steps:
+        yield f"--num-steps-per-rollout is {steps}, which does not divide {made}; try {_divisors(samples, steps)}"
+        return
+    if batch is not None and batch > 0:
+        if samples % batch:
+            yield f"--global-batch-size is {batch}, which does not divide {made}; try {_divisors(samples, batch)}"
+            return
+        if steps is not None and steps > 0 and batch * steps != samples:
+            yield (
+                f"--global-batch-size {batch} x --num-steps-per-rollout {steps} = {batch * steps}, but a rollout has "
+                f"{made}; give only one of the two"
+            )
+            return
+    step_size = batch if batch else samples // (steps or 1)
+    ranks = training_ranks(config)
+    if ranks < 1:
+        return
+    if not train.use_dynamic_batch_size and train.micro_batch_size > 0:
+        unit = ranks * train.micro_batch_size
+        if step_size % unit:
+            yield (
+                f"an optimizer step has {step_size} samples, but {ranks} training ranks x --micro-batch-size "
+                f"{train.micro_batch_size} = {unit} do not divide it; use a multiple of {unit} per step, or "
+                "--use-dynamic-batch-size"
+            )
+    elif step_size < ranks:
+        yield f"an optimizer step has {step_size} samples for {ranks} training ranks; use at least {ranks} per step"
+
+
+def _divisors(total: int, near: int) -> str:
+    """The divisors of `total` closest to `near`, at most three."""
+    all_of_them = [d for d in range(1, total + 1) if total % d == 0]
+    return ", ".join(str(d) for d in sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3]))
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algo = config.algo
+    if not generates(config):
+        return
+    if algo.eps_clip >= 1:
+        yield f"--eps-clip is {algo.eps_clip}, an offset from 1 that must be below 1: the lower bound is 1 - eps_clip"
+    if algo.eps_clip_c is not None and algo.eps_clip_c <= 1:
+        yield f"--eps-clip-c is {algo.eps_clip_c}, but the dual clip needs a bound above 1"
+    if algo.use_kl_loss and algo.kl_loss_coef == 0:
+        yield "--use-kl-loss with --kl-loss-coef 0 runs a reference model for nothing; set a coefficient, or drop it"
+    if not algo.use_kl_loss and algo.kl_loss_coef != 0:
+        yield f"--kl-loss-coef is {algo.kl_loss_coef}, but the KL is not in the loss; add --use-kl-loss"
+    if (
+        config.rollout.n_samples_per_prompt == 1
+        and algo.advantage_estimator == "grpo"
+        and not algo.disable_rewards_normalization
+    ):
+        yield (
+            "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "
+            "more, or --disable-rewards-normalization"
+        )
+
+
+def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
+    reward = config.reward
+    if reward.rm_type is not None and known and reward.rm_type not in known:
+        yield f"--rm-type is {reward.rm_type!r}, but the built-in rewards are {', '.join(sorted(known))}"
+    if reward.rm_type is not None and reward.custom_rm_path is not None:
+        yield f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} are both given; keep one"
+    if generates(config) and reward.rm_type is None and reward.custom_rm_path is None:
+        if config.rollout.custom_generate_function_path is None and not _is_custom_rollout(config):
+            yield "a reward is required: --rm-type, or --custom-rm-path (sample metadata may then override it)"
+
+
+def _is_custom_rollout(config: Config) -> bool:
+    return not config.rollout.rollout_function_path.startswith("vime.")
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    megatron, train = config.megatron, config.train
+    lr, low = megatron.get("lr"), megatron.get("min_lr")
+    if lr is not None and lr < 0:
+        yield f"--lr is {lr}, but must be at least 0"
+    if lr is not None and low is not None and low > lr:
+        yield f"--min-lr is {low}, above --lr {lr}"
+    if lr is not None and train.lr_warmup_init > lr:
+        yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
+    if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
+        yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
+    if megatron.get("bf16") and megatron.get("fp16"):
+        yield "--bf16 and --fp16 are both given; keep one"
+
+
+def _platform(config: Config, facts: Facts) -> Iterator[str]:
+    cluster, wanted = config.cluster, config.sync.update_weight_transport
+    if wanted != "auto" and wanted not in facts.transports:
+        yield (
+            f"--update-weight-transport is {wanted}, which the {facts.platform} platform cannot do; "
+            f"use one of {', '.join(facts.transports)}, or auto"
+        )
+    if not generates(config):
+        return
+    per_engine = cluster.rollout_num_gpus_per_engine
+    ranks = training_ranks(config)
+    engines = cluster.rollout_num_gpus
+    if engines is None:
+        engines = ranks if cluster.colocate else 1
+    if per_engine > 0 and engines % per_engine:
+        yield (
+            f"--rollout-num-gpus is {engines}, which engines of {per_engine} devices "
+            f"(--rollout-num-gpus-per-engine) do not divide; use a multiple of {per_engine}"
+        )
+    needed = max(ranks, engines) if cluster.colocate else ranks + engines
+    if facts.devices is not None and cluster.actor_num_nodes == 1 and needed > facts.devices:
+        yield (
+            f"the run needs {needed} devices ({ranks} to train, {engines} for engines"
+            f"{', shared' if cluster.colocate else ''}), but this node has {facts.devices}; use fewer, or --colocate"
+        )

@@ -1,0 +1,131 @@
+"""Checks that look outside the settings: files, folders, users' functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vime.config import Config
+from vime.config.hooks import load_hook
+from vime.errors import ConfigError
+
+_LINES_READ = 64  # enough to see a wrong key or format; loading the data reads every line
+_ROLLOUT = ("config", "rollout_id", "data_source", "engines")
+
+
+def check_paths(config: Config) -> Iterator[str]:
+    """Folders that must exist, or must be writable."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
+        yield f"--load {checkpoint.load}: there is no such folder"
+    if checkpoint.ref_load is not None and not (Path(checkpoint.ref_load) / "config.json").is_file():
+        yield f"--ref-load {checkpoint.ref_load} holds no config.json; it must be an HF checkpoint folder"
+    for flag, text in (
+        ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
+        ("--update-weight-disk-dir", config.sync.update_weight_disk_dir),
+        ("--run-dir", config.log.run_dir),
+    ):
+        if text is not None and (blocked := _blocking_file(Path(text))):
+            yield f"{flag} {text} cannot be made: {blocked} is a file"
+    for flag, text, names in (
+        ("--save-hf", checkpoint.save_hf, {"rollout_id": 0}),
+        ("--run-dir", config.log.run_dir, {"time": ""}),
+    ):
+        try:
+            _ = text and text.format(**names)
+        except (KeyError, IndexError, ValueError):
+            yield f"{flag} {text}: only {{{next(iter(names))}}} is replaced; other braces are not allowed"
+
+
+def check_prompts(config: Config) -> Iterator[str]:
+    """The training prompts' first lines."""
+    data = config.data
+    if data.prompt_data is not None:
+        yield from _check_jsonl("--prompt-data", data.prompt_data, data.input_key, data.label_key)
+
+
+def check_eval_sets(config: Config) -> Iterator[str]:
+    """Names and files of the held-out sets."""
+    words = config.eval.eval_prompt_data
+    if len(words) % 2:
+        yield f"--eval-prompt-data takes pairs of NAME PATH, but got {len(words)} words: {' '.join(words)}"
+        return
+    names = words[::2]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"--eval-prompt-data names a set twice: {', '.join(twice)}"
+    for name, path in zip(names, words[1::2], strict=True):
+        input_key = config.eval.eval_input_key or config.data.input_key
+        label_key = config.eval.eval_label_key or config.data.label_key
+        yield from _check_jsonl(f"--eval-prompt-data {name}", path, input_key, label_key)
+
+
+def check_hooks(config: Config) -> Iterator[str]:
+    """Every dotted path: importable, callable, with the parameters it will be called with."""
+    rollout, reward = config.rollout, config.reward
+    scored = "samples" if reward.group_rm else "sample"
+    hooks: tuple[tuple[str, str | None, Sequence[str], Sequence[str], bool], ...] = (
+        ("--rollout-function-path", rollout.rollout_function_path, _ROLLOUT, ("evaluation",), False),
+        ("--eval-function-path", rollout.eval_function_path, _ROLLOUT, ("evaluation",), False),
+        (
+            "--custom-generate-function-path",
+            rollout.custom_generate_function_path,
+            ("config", "sample", "sampling_params"),
+            (),
+            True,
+        ),
+        ("--dynamic-sampling-filter-path", rollout.dynamic_sampling_filter_path, ("config", "samples"), (), False),
+        ("--custom-rm-path", reward.custom_rm_path, ("config", scored), (), True),
+    )
+    for flag, path, parameters, keywords, is_async in hooks:
+        if path is None:
+            continue
+        try:
+            load_hook(path, parameters, keywords=keywords, is_async=is_async)
+        except ConfigError as error:
+            yield from (f"{flag} {problem}" for problem in error.problems)
+
+
+def _check_jsonl(flag: str, path: str, input_key: str, label_key: str | None) -> Iterator[str]:
+    keys = [input_key, *([label_key] if label_key is not None else [])]
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            seen = 0
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                seen += 1
+                if problem := _line_problem(line, keys):
+                    yield f"{flag} {path}, line {number}: {problem}"
+                    return
+                if seen == _LINES_READ:
+                    break
+    except OSError as error:
+        yield f"{flag} {path} cannot be read: {error.strerror or error}"
+        return
+    except UnicodeDecodeError as error:
+        yield f"{flag} {path} is not UTF-8 text ({error.reason}); it must be JSONL"
+        return
+    if not seen:
+        yield f"{flag} {path} is empty"
+
+
+def _line_problem(line: str, keys: Sequence[str]) -> str | None:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        return f"not JSON ({error}); each line holds one object"
+    if not isinstance(record, dict):
+        return f"holds a {type(record).__name__}, not an object"
+    if missing := [key for key in keys if key not in record]:
+        return (
+            f"has no key {', '.join(map(repr, missing))}, only {', '.join(map(repr, record))}; "
+            "see --input-key and --label-key"
+        )
+    return None
+
+
+def _blocking_file(path: Path) -> Path | None:
+    """The file that stands where a folder on this path would have to be."""
+    return next((p for p in (path, *path.parents) if p.is_file()), None)

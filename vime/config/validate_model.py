@@ -1,0 +1,97 @@
+"""Checks of the settings against the model in the checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vime.config import Config
+
+
+def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[str, str, Any], ...]) -> Iterator[str]:
+    """Flags that describe the model must agree with it, and parallel sizes must divide it.
+
+    Args:
+        shape: the checkpoint's architecture in Megatron's names; empty when it could not be read.
+        claims: (flag, name in `shape`, value) of each flag that describes the model.
+    """
+    if not shape:
+        return
+    for flag, name, value in claims:
+        if name == "make_vocab_size_divisible_by":
+            if value < 1 or shape["vocab_size"] % value:
+                yield (
+                    f"--{flag} is {value}, but the checkpoint's vocabulary of {shape['vocab_size']} is not a multiple "
+                    "of it, and vime does not pad it; leave the flag out"
+                )
+        elif name in shape and not _same(value, shape[name]):
+            yield (
+                f"--{flag} says {value}, but the checkpoint {config.checkpoint.hf_checkpoint} has {shape[name]}; "
+                "leave the flag out: the checkpoint decides"
+            )
+    heads, groups, layers = shape["num_attention_heads"], shape["num_query_groups"], shape["num_layers"]
+    tp = config.megatron.get("tensor_model_parallel_size") or 1
+    pp = config.megatron.get("pipeline_model_parallel_size") or 1
+    if tp > 1 and (heads % tp or max(groups, tp) % min(groups, tp)):
+        yield f"--tensor-model-parallel-size is {tp}, which does not divide {heads} heads and {groups} groups"
+    if pp > 1 and layers % pp:
+        yield f"--pipeline-model-parallel-size is {pp}, which does not divide the model's {layers} layers"
+    size = config.cluster.rollout_num_gpus_per_engine
+    if size > 1 and heads % size:
+        yield f"--rollout-num-gpus-per-engine is {size}, which does not divide the model's {heads} attention heads"
+
+
+def check_lengths(config: Config, max_position_embeddings: int | None) -> Iterator[str]:
+    """Prompt, response and context lengths against each other, the model and the token budget."""
+    rollout, data, train = config.rollout, config.data, config.train
+    response, prompt, context = (
+        rollout.rollout_max_response_len,
+        data.rollout_max_prompt_len,
+        rollout.rollout_max_context_len,
+    )
+    if max_position_embeddings is not None and context is not None and context > max_position_embeddings:
+        yield f"--rollout-max-context-len is {context}, but the model has {max_position_embeddings} positions"
+    limit = context if context is not None else max_position_embeddings
+    if config.algo.loss_type != "sft_loss" and limit is not None:
+        named = "--rollout-max-context-len" if context is not None else "the model's positions,"
+        if response >= limit:
+            yield f"--rollout-max-response-len is {response}, which leaves no room for a prompt in {named} {limit}"
+        elif prompt is not None and prompt + response > limit:
+            yield (
+                f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response} = {prompt + response}, "
+                f"above {named} {limit}"
+            )
+    if not train.use_dynamic_batch_size:
+        return
+    if train.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens of one forward pass of one rank"
+        return
+    longest, why = _longest_sample(config, limit)
+    for flag, tokens in (
+        ("--max-tokens-per-gpu", train.max_tokens_per_gpu),
+        ("--log-probs-max-tokens-per-gpu", train.log_probs_max_tokens_per_gpu),
+    ):
+        if tokens is not None and tokens < longest:
+            yield f"{flag} is {tokens}, but a sample may have {longest} tokens ({why}) and is never split"
+
+
+def _longest_sample(config: Config, limit: int | None) -> tuple[int, str]:
+    """Tokens of the longest sample that the settings are sure to allow, and where the number comes from."""
+    response, prompt = config.rollout.rollout_max_response_len, config.data.rollout_max_prompt_len
+    if config.algo.loss_type == "sft_loss":
+        return 1, "its data decides"
+    bounds = [(response + 1, "a prompt and --rollout-max-response-len")]
+    if prompt is not None:
+        bounds = [(prompt + response, "--rollout-max-prompt-len + --rollout-max-response-len")]
+    elif config.rollout.rollout_max_context_len is not None:
+        bounds = [(config.rollout.rollout_max_context_len, "--rollout-max-context-len")]
+    if limit is not None:
+        bounds.append((limit, "the context"))
+    return min(bounds)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
