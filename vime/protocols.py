@@ -110,6 +110,9 @@ class Engines(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop these requests; they answer with what they have, finish_reason "abort"."""
 
+    async def aclose(self) -> None:
+        """Close the running event loop's connections; a rollout function that runs its own loop ends with this."""
+
 
 class Engine(Protocol):
     """One inference engine's control side. Calls go straight to it, never through the router."""

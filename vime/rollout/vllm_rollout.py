@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from vime.config.hooks import load_hook
@@ -47,7 +47,7 @@ def generate_rollout(
 
     Evaluation: `data_source` maps each set's name to its prompts (`vime.rollout.eval_data.load_eval_sets`).
 
-    It runs an event loop of its own, so `engines` must not be tied to one, and the caller must not be inside one.
+    It runs an event loop of its own and ends with `engines.aclose()`; the caller must not be inside a loop.
     Each request's seed follows from (--rollout-seed, rollout_id, group_id): without over-sampling the same engines
     give the same samples again.
 
@@ -57,9 +57,16 @@ def generate_rollout(
     """
     if evaluation:
         assert isinstance(data_source, Mapping), f"evaluation needs named prompt sets, not {type(data_source).__name__}"
-        return asyncio.run(evaluate(config, rollout_id, data_source, engines))
+        return asyncio.run(_closing(engines, evaluate(config, rollout_id, data_source, engines)))
     assert not isinstance(data_source, Mapping), "training needs a DataSource, not named prompt sets"
-    return asyncio.run(_collect(config, rollout_id, data_source, engines))
+    return asyncio.run(_closing(engines, _collect(config, rollout_id, data_source, engines)))
+
+
+async def _closing(engines: Engines, work: Coroutine[Any, Any, RolloutResult]) -> RolloutResult:
+    try:
+        return await work
+    finally:
+        await engines.aclose()
 
 
 async def _collect(context: RolloutContext, rollout_id: int, source: DataSource, engines: Engines) -> RolloutResult:
