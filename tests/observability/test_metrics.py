@@ -27,7 +27,7 @@ def test_every_row_is_complete_and_every_name_once():
         "perf/rollout_time",
         "custom/x/y",
         "rollout/response_len/mean",
-        "train/train_rollout_logprob_abs_diff/p99",
+        "train/train_rollout_logprob_abs_diff_p99",
         "rollout/dynamic_filter/drop_zero_std",
     ],
 )

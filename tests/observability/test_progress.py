@@ -8,20 +8,20 @@ METRICS = {
     "rollout/raw_reward": 0.5119,
     "train/loss": 0.1,
     "train/train_rollout_logprob_abs_diff": 3.14e-7,
-    "train/train_rollout_logprob_abs_diff/max": 2e-6,
+    "train/train_rollout_logprob_abs_diff_max": 2e-6,
     "perf/rollout_time": 1.2,
     "perf/train_time": 0.8,
-    "perf/train/forward_time": 0.5,
+    "perf/actor_train_time": 0.7,
     "perf/step_time": 2.314,
-    "eval/arith": 0.75,
-    "eval/arith-truncated_ratio": 0.1,
+    "eval/two-digit": 0.75,
+    "eval/two-digit-truncated_ratio": 0.1,
 }
 
 
 def test_a_line_says_reward_difference_time_and_accuracy():
     assert step_line(11, 120, METRICS) == (
         "rollout  12/120 · reward 0.512 · log-prob diff 3.1e-07 (max 2.0e-06) · "
-        "step 2.31 s (rollout 1.20, train 0.80) · eval arith 0.750"
+        "step 2.31 s (rollout 1.20, train 0.80) · eval two-digit 0.750"
     )
 
 

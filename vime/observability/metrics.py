@@ -1,7 +1,7 @@
 """Every metric that vime writes: name, unit, definition. A name that is not here is refused.
 
-docs/metrics.md is `as_markdown()`. Names are upstream's where upstream has the quantity. In a name, <x> stands for one
-part without a slash.
+docs/metrics.md is `as_markdown()`. Names are upstream's where upstream has the quantity. In a name, <x> stands for some
+text and {a,b} for one of these words.
 """
 
 from __future__ import annotations
@@ -31,72 +31,50 @@ class Metric:
 
 
 _TABLE = """
-rollout/raw_reward | reward | mean reward over trajectories, as the reward function gave it
-rollout/raw_reward/<min-max> | reward | smallest and largest of them (`min`, `max`)
+rollout/raw_reward | reward | mean reward of the groups trained on, over trajectories, as the reward function gave it
+rollout/raw_reward/{min,max} | reward | smallest and largest of them (`min`, `max`)
+rollout/generated_reward | reward | mean reward of all generated samples, those of dropped groups included
 rollout/rewards | reward | mean over trajectories of the reward after the estimator's normalisation; about 0 when groups are centred
 rollout/advantages | 1 | mean advantage over trajectories
-rollout/advantages/<min-max> | 1 | smallest and largest of them
-rollout/zero_std | ratio | groups whose trajectories all have the same reward, so that they teach nothing
-rollout/zero_std/count_<reward> | groups | groups that were generated and whose rewards all equal this value, kept or dropped
-rollout/total_lengths | tokens | mean length of a sample, prompt and response
+rollout/advantages/{min,max} | 1 | smallest and largest of them
+rollout/zero_std | ratio | groups trained on whose trajectories all have the same reward, so that they teach nothing
+rollout/zero_std/count_<reward> | groups | generated groups, kept or dropped, whose rewards all equal this value
+rollout/total_lengths | tokens | mean length of a sample trained on, prompt and response
 rollout/truncated | ratio | trajectories trained on that a length limit cut off
-rollout/truncated_ratio | ratio | generated samples that a length limit cut off
 rollout/masked_ratio | ratio | samples without a single trainable token; they keep their place in the average with weight 0
-rollout/failed_ratio | ratio | generated samples that failed, by their status
+rollout/truncated_ratio | ratio | generated samples that a length limit cut off
+rollout/failed_ratio | ratio | generated samples that failed
 rollout/aborted_ratio | ratio | generated samples that were stopped from outside
+rollout/reward_<verdict> | ratio | generated samples whose grading ended without a judgement, by verdict
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
-rollout/num_<what> | count | how many `groups`, `samples`, `tokens` (response tokens) finished, and how many groups were `put_back` (surplus, generated again later), `failed_groups` or `aborted_groups`
-rollout/generated_reward | reward | mean reward over generated samples, also of groups that the dynamic sampling filter dropped
-rollout/reward_<verdict> | ratio | generated samples that a built-in grader found `unparseable` (no answer), or on which it ran into `timeout` or `crashed`; their reward is 0
+rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
-rollout/error_cat/<category> | samples | samples whose reward or generation failed, by category
-rollout/log_probs | nats | mean log-prob of the trained tokens under the policy before the step (trajectory mean)
-rollout/ref_log_probs | nats | the same under the reference
-rollout/rollout_log_probs | nats | the same as the engine sampled them
-rollout/entropy | nats | mean entropy of the policy at the trained tokens before the step
-rollout/repetition_frac | ratio | responses whose last 10,000 characters compress more than tenfold
-rollout/prefix_cache_hit_rate | ratio | prompt tokens that an engine took from its prefix cache
-staleness/<statistic> | versions | trainer version minus the version of the oldest trainable token, over samples: `mean`, `max`
-multi_turn/<statistic> | turns | turns of a trajectory: `mean`, `max`
-passrate/pass@<k> | ratio | probability that one of k samples of a prompt has reward 1
-train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms, mean over the optimizer steps
-train/pg_loss | loss | the policy-gradient part of it
-train/entropy_loss | nats | mean entropy of the policy in the step (trajectory mean); the bonus is its product with --entropy-coef
+rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
+train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
+train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
+train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its product with --entropy-coef
 train/pg_clipfrac | ratio | tokens whose clipped branch was the larger loss, so that they had no gradient (trajectory mean)
-train/pg_clipfrac_lower | ratio | tokens on which the dual clip acted (trajectory mean)
-train/ppo_kl | nats | mean of old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout
-train/ratio_max | 1 | largest probability ratio of a trained token
-train/kl_loss | nats | mean KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient
-train/sft_loss | nats | mean negative log-prob of the supervised tokens over the global batch
-train/accuracy | ratio | supervised tokens that were the most probable one
+train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout
+train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout
-train/train_rollout_logprob_abs_diff/<p99-max> | nats | 99th percentile (`p99`) and maximum (`max`) of it over all those tokens
-train/train_rollout_logprob_abs_diff_<p99-max> | nats | the same figures under flat names
-train/grad_norm | 1 | norm of the gradient before clipping, mean over the optimizer steps
+train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens
+train/grad_norm | 1 | norm of the gradient before clipping
 train/lr-pg_<group> | 1 | learning rate of an optimizer parameter group at the last step
-train/global_batch_size | trajectories | trajectories per optimizer step, the constant the loss is averaged over
-train/num_<what> | count | how many `steps`, `micro_batches` or `tokens` the training on the rollout took
 train/step | steps | optimizer steps since the start of the run
+train/tokens | tokens | prompt and response tokens trained on
 train/policy_version | version | version of the weights that generated the rollout
-train/weight_sync_version | version | version the engines had after the weight sync
 eval/<set> | reward | mean reward over the held-out set; for 0/1 rewards the accuracy
 eval/<set>-truncated_ratio | ratio | held-out responses that a length limit cut off
 eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as reward 0
-eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended `unparseable`, `timeout` or `crashed`
+eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended without a judgement, by verdict
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
-eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has reward 1
+eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set
-perf/step_time | s | wall time of the step; exactly the sum of all stages and perf/other_time
+perf/step_time | s | wall time of the step: the sum of its stages and perf/other_time
 perf/other_time | s | the part of the step that no stage claims
-perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, update_weights, save_model, eval, …; nested stages count once, in the inner one
-perf/train/<part>_time | s | part of the train stage, as the trainer's slowest rank measured it
-perf/update_weights/<part>_time | s | part of the weight sync: pause, transfer, verify, resume
-perf/<stage>_bytes | bytes | bytes moved by a stage
-perf/tokens_per_gpu_per_sec | tokens/s | response tokens per engine device and second of the rollout stage, rewards included
-perf/actor_train_tok_per_s | tokens/s | tokens (prompt and response) per second of the train stage, over all ranks
-perf/peak_rss_gib | GiB | largest resident memory of a process of the run so far
-perf/peak_device_memory_gib | GiB | largest device memory a training rank allocated in the step
+perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, update_weights, eval; a stage inside another counts once, in the inner one
+perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
 """  # noqa: E501
 
 
@@ -106,21 +84,25 @@ def _parse(table: str) -> tuple[Metric, ...]:
 
 
 METRICS: tuple[Metric, ...] = _parse(_TABLE)
+TRAIN_PARTS = frozenset({"log_probs", "ref_log_probs", "actor_train"})
+"""The trainer's own times, which perf/train_time contains."""
+
+
+# Placeholders filled with users' own words (names of sets, a filter's reasons), which may hold slashes.
+_FREE_TEXT = frozenset({"<set>", "<reason>", "<category>"})
 
 
 @functools.cache
 def _pattern() -> re.Pattern[str]:
-    # "<p99-max>" lists its only values; any other placeholder takes one part of a name.
-    parts = []
-    for metric in METRICS:
-        literal = re.split(r"(<[^>]*>)", metric.name)
-        parts.append("".join(_placeholder(p) if p.startswith("<") else re.escape(p) for p in literal))
-    return re.compile("|".join(parts))
+    return re.compile("|".join("".join(map(_part, re.split(r"(<[^>]*>|{[^}]*})", m.name))) for m in METRICS))
 
 
-def _placeholder(text: str) -> str:
-    values = text[1:-1].split("-")
-    return "(?:" + "|".join(map(re.escape, values)) + ")" if len(values) > 1 else "[^/]+"
+def _part(text: str) -> str:
+    if text.startswith("{"):
+        return "(?:" + "|".join(map(re.escape, text[1:-1].split(","))) + ")"
+    if text.startswith("<"):
+        return ".+" if text in _FREE_TEXT else "[^/]+"
+    return re.escape(text)
 
 
 def is_defined(name: str) -> bool:
@@ -156,7 +138,7 @@ def as_markdown() -> str:
         "Every step is one line of `metrics.jsonl` in the run folder; `step` is the rollout's number and `time` the",
         "Unix time at its end. NaN and infinity are written as `null`. *Trajectory mean*: token mean inside each",
         "trajectory (siblings pooled), summed and divided by the constant global batch. Your own functions may emit",
-        "`custom/<name>`.",
+        "`custom/<name>`. In a name, `<x>` stands for some text and `{a,b}` for one of these words.",
     ]
     section = ""
     for metric in METRICS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -9,10 +10,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from vime.observability.metrics import TRAIN_PARTS
 from vime.types import Metrics
 
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
+_EVAL_DETAIL = re.compile(r"-(truncated_ratio|failed_ratio|reward_\w+|response_len/\w+|pass@\d+|num_\w+)$")
+_TIME = re.compile(r"perf/[^/]+_time")
 
 
 class RunProgress:
@@ -94,20 +98,15 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Metrics) -> str:
     if "train/loss" in metrics and "rollout/raw_reward" not in metrics:  # supervised: the loss is what moves
         parts.append(f"loss {metrics['train/loss']:.4f}")
     if _DIFF in metrics:
-        largest = metrics.get(f"{_DIFF}/max", metrics.get(f"{_DIFF}_max"))
-        parts.append(
-            f"log-prob diff {metrics[_DIFF]:.1e}" + ("" if largest is None else f" (max {largest:.1e})"),
-        )
+        largest = f" (max {metrics[f'{_DIFF}_max']:.1e})" if f"{_DIFF}_max" in metrics else ""
+        parts.append(f"log-prob diff {metrics[_DIFF]:.1e}{largest}")
     if "perf/step_time" in metrics:
-        stages = {
-            name.removeprefix("perf/").removesuffix("_time"): seconds
-            for name, seconds in metrics.items()
-            if name.startswith("perf/") and name.endswith("_time") and name.count("/") == 1
-        }
+        times = {n.removeprefix("perf/").removesuffix("_time"): v for n, v in metrics.items() if _TIME.fullmatch(n)}
+        stages = {name: seconds for name, seconds in times.items() if name not in TRAIN_PARTS}
         total = stages.pop("step")
         longest = sorted(stages.items(), key=lambda item: -item[1])[:3]
         parts.append(f"step {total:.2f} s" + (f" ({', '.join(f'{n} {s:.2f}' for n, s in longest)})" if longest else ""))
     for name, value in metrics.items():
-        if name.startswith("eval/") and name.count("/") == 1 and "-" not in name:
-            parts.append(f"{name.replace('/', ' ')} {value:.3f}")
+        if name.startswith("eval/") and not _EVAL_DETAIL.search(name):
+            parts.append(f"{name.replace('/', ' ', 1)} {value:.3f}")
     return " · ".join(parts)

@@ -79,9 +79,9 @@ class RunFolder:
         """Write the samples of a rollout, one row each, as Parquet. `pandas.read_parquet` reads it.
 
         Columns: rollout_id, group_id, sample_id, trajectory_id; prompt (chat messages as JSON), response, label (JSON
-        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status, supervised; tokens,
-        response_length, loss_mask, rollout_log_probs (NaN where nobody sampled), weight_versions (version, start, end);
-        metadata as JSON. Raises: OSError (a full disk); no partial file stays.
+        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status; supervised;
+        tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled); weight_versions (version,
+        start, end); metadata as JSON. Raises: OSError (a full disk); no partial file stays.
         """
         import pyarrow.parquet as pq
 
