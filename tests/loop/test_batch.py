@@ -1,6 +1,8 @@
 """Groups to TrainBatch, on hand-made samples with numbers derived beside them."""
 
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -181,3 +183,8 @@ def test_policy_loss_refuses_supervised_tokens():
     batch, _ = make(groups, algo=AlgoConfig(loss_type="sft_loss"))
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     assert np.isnan(batch.rollout_log_probs[4:]).all()
+
+
+def test_making_batches_needs_no_torch():
+    code = "import sys, vime.loop.batch; assert not {'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,1 @@
+"""The RL step, written on the protocols alone."""
