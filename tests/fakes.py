@@ -12,7 +12,10 @@ from vime.protocols import Completion, GenerateRequest
 from vime.types import VersionSpan
 
 EOS = "$"
-CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}${% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}$\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def char_tokenizer() -> Any:
@@ -23,7 +26,7 @@ def char_tokenizer() -> Any:
     characters = sorted(set(string.printable) - {EOS})
     vocab = {"<unk>": 0, EOS: 1, **{c: i for i, c in enumerate(characters, 2)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, unk_token="<unk>", chat_template=CHAT_TEMPLATE
