@@ -85,6 +85,9 @@ class Trainer(Protocol):
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """For each token sequence, [tokens] log-probs of its tokens at temperature 1; NaN for the first."""
+
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler and random state under `path`."""
 
@@ -120,7 +123,8 @@ class Engine(Protocol):
     def pause(self, mode: str = "keep") -> None:
         """Stop scheduling. mode: keep (requests are frozen), wait (until they end), abort (partial answers)."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Schedule again. Raises: WeightSyncError if the engine's weights may not be used."""
 
     def sleep(self, level: int = 1) -> None: ...
 
@@ -137,6 +141,9 @@ class Engine(Protocol):
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         """Greedy continuations of a few fixed prompts."""
+
+    def mark_unfit(self, reason: str) -> None:
+        """Pause, and refuse to resume until a weight sync has ended well."""
 
     def health(self) -> bool: ...
 

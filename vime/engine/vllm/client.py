@@ -1,0 +1,307 @@
+"""HTTP clients of the engines: `VllmEngine` controls one, `RouterClient` generates through the router.
+
+Neither imports vLLM. Control calls go straight to each engine: the router would hand them to one of its choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import httpx
+
+from vime.engine.vllm.answers import parse_completions, request_body
+from vime.engine.vllm.server import SERVED_MODEL_NAME
+from vime.engine.vllm.versions import VllmAdapter, adapter_for
+from vime.errors import EngineDead, EngineError, WeightSyncError
+from vime.protocols import Completion, GenerateRequest, ProbeResult, SamplingParams
+from vime.types import PolicyVersion
+from vime.wire import BucketMessage
+
+_GENERATE_PATH = "/inference/v1/generate"
+_MAX_ATTEMPTS = 6
+_FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
+
+
+class VllmEngine:
+    """The control side of one engine; satisfies `vime.protocols.Engine`.
+
+    Args:
+        url: the engine's own address.
+        key: the run's key.
+        adapter: of the engine's vLLM; of the installed one when None.
+        timeout_s: of a control call.
+        weight_timeout_s: of one bucket, or of closing a sync.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        adapter: VllmAdapter | None = None,
+        *,
+        timeout_s: float = 120.0,
+        weight_timeout_s: float = 900.0,
+    ) -> None:
+        self.url = url
+        self._adapter = adapter or adapter_for()
+        self._weight_timeout_s = weight_timeout_s
+        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop scheduling. mode: keep (requests are frozen), wait (until they end), abort (partial answers)."""
+        # Waiting is as long as the longest request; the others are quick.
+        answer = self._post("/pause", params={"mode": mode}, timeout=None if mode == "wait" else self._http.timeout)
+        self._expect(answer, "status", "paused")
+
+    def resume(self) -> None:
+        """Schedule again. Raises: WeightSyncError if a weight sync was left half done; the engine then stays paused."""
+        if reason := self.unfit_reason():
+            raise WeightSyncError(f"{self.url} may not serve: {reason}; publish the weights again")
+        self._expect(self._post("/resume"), "status", "resumed")
+
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory. level 1: weights go to host memory; 2: weights are dropped."""
+        self._expect(self._post("/sleep", params={"level": level}), "status", "sleeping")
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take device memory again; all of it, or only "weights" or "kv_cache"."""
+        self._post("/wake_up", params=[("tags", tag) for tag in tags])
+
+    def begin_weights(self, version: PolicyVersion, transport: str, names: Sequence[str]) -> None:
+        """Open a weight sync on a paused engine; a sync that was left half done is dropped first.
+
+        Raises: WeightSyncError if the engine is not paused, or the names are not those of its checkpoint.
+        """
+        if self._get("/is_paused").get("is_paused") is not True:
+            raise WeightSyncError(f"{self.url} is not paused; call pause before begin_weights")
+        if any(state["is_open"] for state in self._sync_states()):
+            self._rpc("vime_abandon_sync", "a weight sync was given up")
+        info = {"version": version, "transport": transport, "names": list(names)}
+        self._weights("/init_weight_transfer_engine", {"init_info": info})
+        self._weights("/start_weight_update", {})
+
+    def receive(self, bucket: BucketMessage) -> None:
+        """Load one bucket. Raises: WeightSyncError naming the tensors whose checksum differs."""
+        self._weights("/update_weights", {"update_info": bucket.to_json()})
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Close the sync: names complete, prefix cache reset, version stamped. Raises: WeightSyncError."""
+        self._weights("/finish_weight_update", {})
+        # Frozen requests hold blocks; they are preempted and their cache is computed again under the new weights.
+        answer = self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer.get("success") is not True:
+            self.mark_unfit("the prefix cache still holds entries of older weights")
+            raise WeightSyncError(f"{self.url} did not reset its prefix cache: {answer}")
+        if self._adapter.stamps_version:
+            self._expect(self._post("/update_weight_version", {"new_version": str(version)}), "success", True)
+
+    def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
+        """Greedy continuations of a few fixed prompts, asked of this engine itself, on a fresh prefix cache."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        completions = []
+        for prompt in prompts:
+            request = GenerateRequest(
+                request_id=f"probe-{uuid.uuid4().hex}", token_ids=tuple(prompt), sampling=sampling
+            )
+            body = self._post(_GENERATE_PATH, request_body(request, SERVED_MODEL_NAME), timeout=self._weight_timeout_s)
+            # A probe's tokens are not trained on; where the engine reports no version, none is needed.
+            completions += parse_completions(body, 1, self._adapter, 0)
+        return ProbeResult(tuple(tuple(prompt) for prompt in prompts), tuple(completions))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these generate requests, wherever their answers go; unknown ids are ignored."""
+        if request_ids:  # an empty list would stop everything
+            ids = [self._adapter.abort_id(request_id) for request_id in request_ids]
+            self._expect(self._post("/abort_requests", {"request_ids": ids}), "status", "aborted")
+
+    def health(self) -> bool:
+        """Whether the engine answers GET /health with success within 5 s."""
+        try:
+            return self._http.get("/health", timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def unfit_reason(self) -> str | None:
+        """Why the engine's weights may not be used; None when they may."""
+        return next((str(state["broken"]) for state in self._sync_states() if state["broken"]), None)
+
+    def mark_unfit(self, reason: str) -> None:
+        """Drop an open sync; stay paused and refuse to resume until another one ends well."""
+        self.pause("abort")
+        self._rpc("vime_abandon_sync", reason)
+
+    def _sync_states(self) -> list[dict[str, Any]]:
+        return self._rpc("vime_sync_state")
+
+    def _rpc(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """One result per worker."""
+        answer = self._post("/collective_rpc", {"method": method, "args": list(args)})
+        results: list[dict[str, Any]] = answer.get("results") or []
+        if not results or not all(isinstance(result, dict) for result in results):
+            raise EngineError(f"{self.url} answered collective_rpc {method} with {results!r}")
+        return results
+
+    def _weights(self, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            self._post(path, body, timeout=self._weight_timeout_s)
+        except EngineDead:
+            raise
+        except EngineError as error:
+            raise WeightSyncError(str(error)) from error
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path)
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        return self._call("POST", path, json=body, **options)
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.ConnectError as error:
+            raise EngineDead(f"{self.url}{path}: nobody listens there ({error}); the engine's log says why") from error
+        except httpx.TransportError as error:
+            raise EngineError(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+        if response.status_code != 200:
+            raise EngineError(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
+        return dict(response.json()) if response.content else {}
+
+    def _expect(self, answer: Mapping[str, Any], field: str, value: Any) -> None:
+        if answer.get(field) != value:
+            raise EngineError(f"{self.url} answered {dict(answer)}, expected {field} = {value!r}")
+
+
+class RouterClient:
+    """All engines through the router; satisfies `vime.protocols.Engines`.
+
+    Use it inside one event loop at a time, and `await aclose()` before that loop ends. `counters` holds the numbers of
+    requests, retries and their causes since the start.
+
+    Args:
+        router_url: where generate requests go.
+        engine_urls: where aborts go, to each.
+        key: the run's key.
+        adapter: of the engines' vLLM; of the installed one when None.
+        max_connections: requests in flight at a time.
+        request_timeout_s: of one generate request; None waits as long as it takes.
+    """
+
+    def __init__(
+        self,
+        router_url: str,
+        engine_urls: Sequence[str],
+        key: str,
+        adapter: VllmAdapter | None = None,
+        *,
+        max_connections: int = 512,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        self._router_url, self._engine_urls = router_url, tuple(engine_urls)
+        self._adapter = adapter or adapter_for()
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._max_connections, self._request_timeout_s = max_connections, request_timeout_s
+        self._version: PolicyVersion | None = None
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self.counters: Counter[str] = Counter()
+
+    def note_version(self, version: PolicyVersion) -> None:
+        """Tell the client which policy version is served now; needed where the engine does not report it (0.26)."""
+        self._version = version
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """`sampling.n` completions in one HTTP request.
+
+        Raises: EngineError if the engines refuse the request, stay unreachable over several attempts, or answer with
+            something incomplete.
+        """
+        before = self._version
+        headers = {"X-Request-Id": request.request_id}  # else the router makes one up, and an abort would not find it
+        if request.session_id is not None:
+            headers["X-Session-Id"] = request.session_id
+        self.counters["requests"] += 1
+        body = await self._post_generate(request_body(request, SERVED_MODEL_NAME), headers)
+        if not self._adapter.reports_version_spans and self._version != before:
+            raise EngineError(
+                f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "
+                f"vLLM {self._adapter.version} does not say which tokens are of which; let requests end before a sync"
+            )
+        return parse_completions(body, request.sampling.n, self._adapter, before)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests on whichever engine runs them. Raises: EngineError if an engine does not answer."""
+        if not request_ids:
+            return
+        body = {"request_ids": [self._adapter.abort_id(request_id) for request_id in request_ids]}
+        session = self._session()
+
+        async def abort_on(url: str) -> None:
+            try:
+                async with session.post(f"{url}/abort_requests", json=body) as response:
+                    text = await response.text()
+                    if response.status != 200:
+                        raise EngineError(f"{url}/abort_requests answered {response.status}: {_reason(text)}")
+            except aiohttp.ClientError as error:
+                raise EngineError(f"{url}/abort_requests: no answer ({error})") from error
+
+        results = await asyncio.gather(*map(abort_on, self._engine_urls), return_exceptions=True)
+        if errors := [result for result in results if isinstance(result, BaseException)]:
+            raise errors[0]
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            for old in [old for old in self._sessions if old.is_closed()]:
+                self._sessions.pop(old).detach()  # its loop ended without aclose; nothing can be awaited there any more
+            self._sessions[loop] = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                timeout=aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=30.0),
+            )
+        return self._sessions[loop]
+
+    async def _post_generate(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+        """Retries connection failures and 503 (no healthy engine right now), nothing else."""
+        url = self._router_url + _GENERATE_PATH
+        problem = ""
+        for attempt in range(_MAX_ATTEMPTS):
+            if attempt:
+                self.counters["retries"] += 1
+                await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (attempt - 1))
+            try:
+                async with self._session().post(url, json=body, headers=headers) as response:
+                    if response.status == 200:
+                        return dict(await response.json())
+                    text = _reason(await response.text())
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                self.counters["connection_failures"] += 1
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if response.status != 503:
+                raise EngineError(f"{url} answered {response.status}: {text}")
+            self.counters["unavailable_answers"] += 1
+            problem = f"status 503: {text}"
+        raise EngineError(f"{url} failed {_MAX_ATTEMPTS} times, last with {problem}")
+
+
+def _reason(text: str) -> str:
+    """The message inside an error body of vLLM's, or the body itself, shortened."""
+    try:
+        error = httpx.Response(200, text=text).json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:2000]
+    except (ValueError, KeyError, TypeError):
+        return text[:500]

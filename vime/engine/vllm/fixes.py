@@ -1,0 +1,41 @@
+"""Corrections to vLLM itself: each names its release and reason; a test fails once it is no longer needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vime.engine.vllm.versions import adapter_for
+
+_MARK = "_vime_repacks_experts_on_reload"
+
+
+def apply() -> None:
+    """Apply what the installed vLLM needs; twice does no harm."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and adapter_for(vllm.__version__).moe_reload_needs_fix:
+        repack_experts_on_reload()
+
+
+def repack_experts_on_reload() -> None:
+    """vLLM 0.32.0 on a CPU: repack a mixture of experts' weights on every load, not only on the first.
+
+    `UnquantizedFusedMoEMethod._setup_kernel` repacks the experts into the CPU kernel's layout when it builds the
+    kernel. On a layerwise reload the kernel exists already, the fresh weights keep the checkpoint's layout, and the
+    kernel reads them as if they were packed: wrong outputs, without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = UnquantizedFusedMoEMethod._setup_kernel
+    if hasattr(original, _MARK):
+        return
+
+    def setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_reload:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setattr(setup_kernel, _MARK, True)
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel  # type: ignore[method-assign]

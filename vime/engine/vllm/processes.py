@@ -1,0 +1,73 @@
+"""Small things every child process of vime needs: a port, an import path, the end of its log, an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import vime
+
+_TAIL_BYTES = 1 << 16
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def import_path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH for a child, such that it imports the same vime as this process."""
+    package_root = str(Path(vime.__file__).parents[1])
+    return os.pathsep.join(
+        dict.fromkeys([package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
+    )
+
+
+def log_tail(path: Path, lines: int) -> str:
+    """The last lines of a log file; empty when there is none yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def stop_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Terminate a process started in its own session, with its whole group; kill what is left after `grace_s`."""
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+    # The leader is gone; its children get a moment of their own before they are killed.
+    deadline = time.monotonic() + 2.0
+    while _group_exists(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal_group(process.pid, signal.SIGKILL)
+    if process.stdin:
+        process.stdin.close()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass  # nobody left in it
+
+
+def _group_exists(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

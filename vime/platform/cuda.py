@@ -1,0 +1,90 @@
+"""The CUDA platform: trainer over NCCL, vLLM on NVIDIA devices.
+
+Nothing here initialises CUDA: the driver and the Ray head ask for counts and memory, and a context they opened would
+hold device memory for the whole run and forbid forking. The figures come from nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from vime.platform.engine_defaults import engine_dtype
+
+_MIB = 1 << 20
+
+
+class CudaPlatform:
+    """Satisfies `vime.platform.base.Platform`."""
+
+    name = "cuda"
+    device_type = "cuda"
+    collective_backend = "nccl"
+    ray_resource = "GPU"
+    visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    transports: tuple[str, ...] = ("shm", "disk")
+
+    def device_count(self) -> int:
+        """NVIDIA devices of this node that CUDA_VISIBLE_DEVICES leaves; 0 without a driver."""
+        return len(_memories_bytes())
+
+    def total_memory_bytes(self) -> int:
+        """Memory of the smallest device; 0 where there is none."""
+        return min(_memories_bytes(), default=0)
+
+    def missing(self) -> list[str]:
+        """What this machine lacks."""
+        problems = []
+        if sys.platform != "linux":
+            problems.append(f"this is {sys.platform}; vLLM with CUDA runs on Linux")
+        if shutil.which("nvidia-smi") is None:
+            problems.append("nvidia-smi was not found; install the NVIDIA driver, or use --platform cpu")
+        elif not _memories_bytes():
+            problems.append("nvidia-smi lists no device that CUDA_VISIBLE_DEVICES leaves visible")
+        problems += [
+            f"{module} cannot be imported from this environment; install vime[cuda]"
+            for module in ("torch", "vllm")
+            if importlib.util.find_spec(module) is None
+        ]
+        return problems
+
+    def engine_arguments(self, model: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+        """CUDA graphs stay on; how much memory the engine takes is the user's to say."""
+        return {"dtype": engine_dtype(model), "max_model_len": max_model_len, "enable_prefix_caching": True}
+
+    def engine_environment(self) -> dict[str, str]:
+        """Settings vLLM reads from its environment."""
+        # FlashInfer compiles its sampler at first use, which needs a CUDA toolkit on the machine.
+        return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+    def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
+        """Communication queues in order, as tensor parallelism expects; an allocator that does not fragment."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _memories_bytes() -> list[int]:
+    """Total memory of each visible device.
+
+    nvidia-smi itself ignores CUDA_VISIBLE_DEVICES, so the selection is made here.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return []  # a driver that does not answer serves no device; `missing` says so
+    devices = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [int(memory) * _MIB for index, uuid, memory in devices if _is_visible(index, uuid, visible)]
+
+
+def _is_visible(index: str, uuid: str, visible: str | None) -> bool:
+    if visible is None:
+        return True
+    return any(index == entry or (entry and uuid.startswith(entry)) for entry in map(str.strip, visible.split(",")))

@@ -1,0 +1,26 @@
+"""Engine settings that follow from the model alone, the same on every platform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vime.errors import ConfigError
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def engine_dtype(model: Mapping[str, Any]) -> str:
+    """The dtype the checkpoint is stored in. Trainer and engine both take it, so that their log-probs agree.
+
+    Args: model: the HF config; newer ones spell it `dtype`, older ones `torch_dtype`; composite ones keep it inside.
+    Raises: ConfigError if it names none, or one that nothing here can serve.
+    """
+    inner = model.get("text_config")
+    sources = [model, inner] if isinstance(inner, Mapping) else [model]
+    named = [str(s[k]).removeprefix("torch.") for s in sources for k in ("dtype", "torch_dtype") if s.get(k)]
+    if not named:
+        raise ConfigError('the checkpoint\'s config.json names no dtype; add one, such as "dtype": "bfloat16"')
+    if named[0] not in _DTYPES:
+        raise ConfigError(f"the checkpoint's dtype is {named[0]}; only {', '.join(_DTYPES)} can be trained and served")
+    return named[0]

@@ -1,0 +1,143 @@
+"""One weight sync: trainer to engines, verified, in order.
+
+    pause (requests are frozen)
+      -> begin: version, transport, the names that will come        engine checks them against its checkpoint
+      -> bucket by bucket, each to every engine                     engine checks every tensor's checksum
+      -> commit                                                     names complete, prefix cache reset, version stamped
+      -> resume
+      -> probe, when due                                            trainer re-scores what the engines say
+    only then does the version count
+
+The probe comes after resume because a paused vLLM generates nothing. If it fails, the engines are paused again and
+refuse to serve, and the run ends: nothing sampled in between is trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from vime.errors import WeightSyncError
+from vime.protocols import Engine, Trainer
+from vime.types import Metrics, PolicyVersion
+from vime.weight_sync.verify import PROBE_TOKENS, ProbeReport, compare_probe, probe_sequences
+
+_T = TypeVar("_T")
+
+
+class WeightSync:
+    """Publishes the trainer's weights to the engines; `publish()` is called once before the first rollout and after
+    each step. `version` is that of the last publish that ended well; `metrics` describes it.
+
+    Args:
+        trainer: the source.
+        engines: the targets, each by its own handle, never through a router.
+        transport: name of the transport whose writer the trainer uses.
+        probe_prompts: tokenized prompts; needed unless `probe_interval` is 0.
+        probe_interval: probe at the first publish and every this many after it; 0: never.
+        probe_tolerance: largest log-prob difference a probe may show.
+        first_version: the version the first publish makes (a resumed run continues counting).
+    Raises: ValueError if probes are wanted but there are no prompts, or there is no engine.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engines: Sequence[Engine],
+        *,
+        transport: str,
+        probe_prompts: Sequence[Sequence[int]],
+        probe_interval: int,
+        probe_tolerance: float,
+        first_version: PolicyVersion = 1,
+    ) -> None:
+        if not engines:
+            raise ValueError("a weight sync needs at least one engine")
+        if probe_interval and not probe_prompts:
+            raise ValueError(f"--weight-probe-interval is {probe_interval}, but there are no prompts to probe with")
+        self._trainer, self._engines, self._transport = trainer, tuple(engines), transport
+        self._prompts, self._interval, self._tolerance = probe_prompts, probe_interval, probe_tolerance
+        self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="weight-sync")
+        self._published = 0
+        self._probe_requested = False
+        self.version: PolicyVersion = first_version - 1
+        self.metrics: Metrics = {}
+
+    def request_probe(self) -> None:
+        """Probe at the next publish whatever the interval says (an engine was restarted)."""
+        self._probe_requested = True
+
+    def publish(self) -> PolicyVersion:
+        """Send the trainer's weights to every engine, verify them, and count the version up.
+
+        Returns: the new version.
+        Raises: WeightSyncError naming engine and tensors; the engines then stay paused and refuse to serve.
+        """
+        version = self.version + 1
+        begin = time.monotonic()
+        self._each("pause", lambda engine: engine.pause("keep"))
+        names = self._trainer.weight_names()
+        self._each("begin", lambda engine: engine.begin_weights(version, self._transport, names))
+        num_bytes, num_buckets = self._send(version)
+        self._each("commit", lambda engine: engine.commit(version))
+        self._each("resume", lambda engine: engine.resume())
+        synced = time.monotonic()
+        self.metrics = {
+            "weight_sync/seconds": synced - begin,
+            "weight_sync/bytes": float(num_bytes),
+            "weight_sync/buckets": float(num_buckets),
+        }
+        if self._is_probe_due():
+            self._probe(version)
+            self.metrics["weight_sync/probe_seconds"] = time.monotonic() - synced
+        self.version = version
+        self._published += 1
+        self._probe_requested = False
+        return version
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown()
+
+    def _send(self, version: PolicyVersion) -> tuple[int, int]:
+        num_bytes = num_buckets = 0
+        for bucket in self._trainer.weights(version):
+            # Every engine has answered before the next bucket is asked for: its place in memory may be reused.
+            self._each(f"bucket {bucket.index}", lambda engine, b=bucket: engine.receive(b))  # type: ignore[misc]
+            num_bytes += bucket.num_bytes
+            num_buckets += 1
+        return num_bytes, num_buckets
+
+    def _is_probe_due(self) -> bool:
+        if not self._interval:
+            return False
+        return self._probe_requested or self._published % self._interval == 0
+
+    def _probe(self, version: PolicyVersion) -> None:
+        probes = self._each("probe", lambda engine: engine.probe(self._prompts, PROBE_TOKENS))
+        # One call, because scoring is collective over the trainer's ranks.
+        scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
+        count = len(self._prompts)
+        reports = [compare_probe(probe, scores[i * count : (i + 1) * count]) for i, probe in enumerate(probes)]
+        worst: ProbeReport = max(reports, key=lambda report: report.max)
+        self.metrics["weight_sync/probe_abs_diff_max"] = worst.max
+        self.metrics["weight_sync/probe_abs_diff_mean"] = sum(r.mean for r in reports) / len(reports)
+        if worst.max > self._tolerance:
+            message = (
+                f"the probe of version {version} failed on engine {reports.index(worst)}: log-probs differ by "
+                f"{worst.max:.3g} (allowed: {self._tolerance:.3g}), mean {worst.mean:.3g} over {worst.num_tokens} "
+                f"tokens; {worst.worst}. The engine does not compute with the trainer's weights"
+            )
+            self._each("mark unfit", lambda engine: engine.mark_unfit(message))
+            raise WeightSyncError(message)
+
+    def _each(self, step: str, call: Callable[[Engine], _T]) -> list[_T]:
+        """Call every engine at once and wait for all. Raises: WeightSyncError with every engine's problem."""
+        futures = [self._pool.submit(call, engine) for engine in self._engines]
+        problems = [(number, error) for number, future in enumerate(futures) if (error := future.exception())]
+        if problems:
+            told = "; ".join(f"engine {number}: {error}" for number, error in problems)
+            raise WeightSyncError(f"weight sync, {step}: {told}") from problems[0][1]
+        return [future.result() for future in futures]

@@ -1,0 +1,66 @@
+"""The probe: what an engine says of its own tokens must be what the trainer says of them, under the same weights.
+
+Checksums and names prove what arrived. Only this proves what the engine computes with: a tensor loaded into the wrong
+place, a stale prefix cache or a broken reload show here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vime.errors import WeightSyncError
+from vime.protocols import ProbeResult
+
+PROBE_TOKENS = 64  # greedy tokens per prompt
+DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """How far engine and trainer are apart over all probed tokens; natural-log units."""
+
+    num_tokens: int
+    mean: float
+    max: float
+    worst: str
+    """Where the largest difference is: prompt, token, both log-probs."""
+
+
+def probe_sequences(probe: ProbeResult) -> list[tuple[int, ...]]:
+    """Prompt and continuation of each probe, for the trainer to score."""
+    return [
+        (*prompt, *completion.token_ids) for prompt, completion in zip(probe.prompts, probe.completions, strict=True)
+    ]
+
+
+def compare_probe(probe: ProbeResult, scores: Sequence[npt.NDArray[np.floating]]) -> ProbeReport:
+    """Compare the engine's log-probs with the trainer's.
+
+    Args:
+        probe: what the engine generated.
+        scores: for each of `probe_sequences`, [tokens] log-probs at temperature 1; NaN for the first.
+    Raises: WeightSyncError if nothing was generated, or a compared score is missing or not finite.
+    """
+    if len(scores) != len(probe.prompts):
+        raise WeightSyncError(f"{len(probe.prompts)} probes were scored {len(scores)} times")
+    differences: list[float] = []
+    worst = ""
+    for number, (prompt, completion, score) in enumerate(zip(probe.prompts, probe.completions, scores, strict=True)):
+        theirs = np.asarray(score, dtype=np.float64)[len(prompt) :]
+        if theirs.shape != (len(completion.token_ids),) or not np.isfinite(theirs).all():
+            raise WeightSyncError(
+                f"probe {number}: {len(completion.token_ids)} generated tokens, {theirs.shape[0]} scores, "
+                f"{int((~np.isfinite(theirs)).sum())} of them not finite"
+            )
+        for token, (ours, other) in enumerate(zip(completion.log_probs, theirs, strict=True)):
+            difference = abs(ours - float(other))
+            if not differences or difference > max(differences):
+                worst = f"prompt {number}, token {token}: engine {ours:.6f}, trainer {float(other):.6f}"
+            differences.append(difference)
+    if not differences:
+        raise WeightSyncError("the probe generated no tokens, so it verified nothing")
+    return ProbeReport(len(differences), float(np.mean(differences)), max(differences), worst)
