@@ -142,7 +142,7 @@ def split(tensor: Tensor, entry: Names, model: ModelSettings) -> Sequence[Tensor
         t["num_attention_heads"] // t["num_query_groups"],
     )
     by_group = tensor.view(groups, per_group + 2, width, *tensor.shape[1:])
-    return [part.flatten(0, 2) for part in by_group.split([per_group, 1, 1], 1)]
+    return [part.flatten(0, 2) for part in torch.split(by_group, [per_group, 1, 1], 1)]
 
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

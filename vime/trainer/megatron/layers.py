@@ -33,10 +33,10 @@ class RMSNorm(torch.nn.RMSNorm):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Causal grouped-query attention over packed sequences, RoPE included.
 
     RoPE is applied here, not by Megatron, whose packed form loops over the sequences in Python: the tables come with
@@ -92,7 +92,7 @@ def uses_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
     return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def apply_rope(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its token's position.
 
     Args:
@@ -100,8 +100,8 @@ def apply_rope(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         cos, sin: [T, 1, D / 2] in x's dtype.
     Returns: [T, heads, D].
     """
-    assert cos is not None and sin is not None, "a micro-batch without RoPE tables"
-    return _Rope.apply(x, cos, sin)
+    rotated: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _Rope(torch.autograd.Function):
@@ -128,7 +128,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # a tuple only with return_aux
+    return out
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
@@ -136,7 +138,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
 
     Padding lies behind each sequence, where the causal mask hides it from every real token.
     """
-    q, k, v = (Pad.apply(x, packed.place, packed.padded_rows) for x in (q, k, v))
+    assert packed.place is not None, "a micro-batch without a padded layout"
+    q, k, v = (pad_rows(x, packed.place, packed.padded_rows) for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     out = []
     for block in packed.blocks:
@@ -144,12 +147,25 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
         bq, bk, bv = (x[rows].view(block.rows, block.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, scale=scale, enable_gqa=repeat > 1)
         out.append(o.transpose(1, 2).flatten(0, 1))
-    return Unpad.apply(torch.cat(out) if len(out) > 1 else out[0], packed.place)
+    return take_rows(torch.cat(out) if len(out) > 1 else out[0], packed.place)
 
 
-class Pad(torch.autograd.Function):
-    """Scatter rows to distinct places among zero rows. Plain indexing would sum in backward, one row at a time."""
+def pad_rows(x: Tensor, place: Tensor, rows: int) -> Tensor:
+    """[rows, ...] zeros with x's rows at distinct places.
 
+    Plain indexing would sum in its backward, one row at a time; as no place occurs twice, a gather does.
+    """
+    padded: Tensor = _PadRows.apply(x, place, rows)  # type: ignore[no-untyped-call]
+    return padded
+
+
+def take_rows(x: Tensor, place: Tensor) -> Tensor:
+    """The rows of x at distinct places; the inverse of `pad_rows`."""
+    taken: Tensor = _TakeRows.apply(x, place)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _PadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(place)
@@ -161,9 +177,7 @@ class Pad(torch.autograd.Function):
         return grads[0].index_select(0, place), None, None
 
 
-class Unpad(torch.autograd.Function):
-    """Gather rows from distinct places; the inverse of Pad."""
-
+class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)

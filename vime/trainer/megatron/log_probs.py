@@ -32,7 +32,9 @@ def chunked_log_probs(
         with_entropy_grad: let gradients flow through the entropy too.
     Returns: log_probs [P] and entropy [P], float32, in nats; entropy is detached without `with_entropy_grad`.
     """
-    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, temperature, chunk_size)
+    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, chunk_size
+    )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
 

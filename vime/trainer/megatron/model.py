@@ -15,13 +15,13 @@ from torch import Tensor
 
 from vime.config import TrainConfig
 from vime.models import ModelSettings
-from vime.trainer.megatron.layers import Unpad, block_spec
+from vime.trainer.megatron.layers import block_spec, take_rows
 from vime.trainer.megatron.log_probs import chunked_log_probs
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.settings import MegatronSettings
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose forward gives log-probs of the wanted tokens, never logits of all of them.
 
     Positions come with the micro-batch (RoPE is applied in attention), so GPTModel builds none. Set `entropy_grad`
@@ -45,7 +45,7 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return chunked_log_probs(
-            Unpad.apply(hidden_states[:, 0], packed.rows),
+            take_rows(hidden_states[:, 0], packed.rows),
             weight[: self.true_vocab_size],
             packed.targets,
             temperature=packed.temperature,
@@ -63,6 +63,12 @@ class Policy:
     ddp: DistributedDataParallel
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """The state of the torch optimizers that Megatron's wraps: moments and step counts."""
+        wrapped = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        states = [state for o in wrapped for state in o.optimizer.state.values()]
+        return [value for state in states for value in state.values() if torch.is_tensor(value)]
 
 
 def build_module(
@@ -123,4 +129,5 @@ def inverse_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
     """[head_dim / 2] float32: RoPE's angle per position, computed as HF does."""
     width = model.transformer["kv_channels"]
     steps = torch.arange(0, width, 2, dtype=torch.int64).float()
-    return (1.0 / (model.rotary_base ** (steps / width))).to(device)
+    frequencies: Tensor = 1.0 / (model.rotary_base ** (steps / width))
+    return frequencies.to(device)

@@ -32,19 +32,19 @@ class Block:
 
 
 @dataclass
-class Packed(PackedSeqParams):
+class Packed(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packed-sequence parameters, with RoPE's tables and the padded layout computed once for all layers."""
 
     blocks: tuple[Block, ...] = ()
     padded_rows: int = 0
     place: Tensor | None = None
     """[T] int64: where each token lies in the padded layout. None where attention works on packed sequences."""
-    cos: Tensor | None = None
+    cos: Tensor = None  # type: ignore[assignment]
     """[T, 1, head_dim / 2], computed in float32 and then rounded to the model's dtype, as HF does."""
-    sin: Tensor | None = None
-    rows: Tensor | None = None
+    sin: Tensor = None  # type: ignore[assignment]
+    rows: Tensor = None  # type: ignore[assignment]
     """[P] int64: the packed positions whose hidden state predicts a wanted token."""
-    targets: Tensor | None = None
+    targets: Tensor = None  # type: ignore[assignment]
     """[P] int64: the wanted tokens."""
     temperature: float = 1.0
 

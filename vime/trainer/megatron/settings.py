@@ -60,7 +60,8 @@ class MegatronSettings:
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
-        return self.transformer.params_dtype
+        dtype: torch.dtype = self.transformer.params_dtype
+        return dtype
 
 
 def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, device_type: str) -> MegatronSettings:
@@ -84,7 +85,7 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
         c: {f.name for f in fields(c)} for c in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     }
     problems += [f"no part of Megatron reads the setting {name!r}" for name in rest if not _known(name, known)]
-    if "lr" not in rest:
+    if rest.get("lr") is None:
         problems.append("--lr is not set; give the peak learning rate, such as 1e-6")
     if problems:
         raise ConfigError(problems)

@@ -1,0 +1,83 @@
+"""Stop and resume: the next steps are those of a run that never stopped."""
+
+import pytest
+import torch
+
+from vime.config import CheckpointConfig, TrainConfig
+from vime.errors import ConfigError
+
+LENGTHS = [9, 4, 17, 6]
+SCHEDULE = TrainConfig(lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iters=10)
+
+
+def weights_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer._hf_tensors()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_takes_the_same_steps(model_folder, make_trainer, make_batch, tmp_path, dtype):
+    folder, _ = model_folder(dtype=dtype)
+    batches = [make_batch(LENGTHS, seed=s) for s in range(5)]
+    straight = make_trainer(folder, train=SCHEDULE, megatron={"lr": 1e-2})
+    for batch in batches[:3]:
+        straight.train(batch)
+    straight.save(tmp_path / "ck")
+    want = [straight.train(batch) for batch in batches[3:]]
+    want_weights = weights_of(straight)
+    resumed = make_trainer(folder, train=SCHEDULE, megatron={"lr": 1e-2})
+    resumed.load(tmp_path / "ck")
+    got = [resumed.train(batch) for batch in batches[3:]]
+    for a, b in zip(got, want, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/lr-pg_0", "train/step"):
+            assert a[name] == b[name], name
+    assert all(torch.equal(t, want_weights[n]) for n, t in resumed._hf_tensors())
+
+
+def test_weights_alone_can_be_resumed(model_folder, make_trainer, make_batch, tmp_path):
+    folder, _ = model_folder(dtype=torch.bfloat16)
+    batch = make_batch(LENGTHS)
+    bare = CheckpointConfig(no_save_optim=True, no_load_optim=True)
+    trainer = make_trainer(folder, checkpoint=bare, megatron={"lr": 1e-2})
+    trainer.train(batch)
+    want = weights_of(trainer)
+    trainer.save(tmp_path / "ck")
+    with pytest.raises(ConfigError, match="--no-load-optim"):
+        make_trainer(folder).load(tmp_path / "ck")
+    trainer = make_trainer(folder, checkpoint=bare, megatron={"lr": 0.0})
+    trainer.load(tmp_path / "ck")
+    assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
+    trainer.train(batch)  # the master weights must be the loaded ones, not those of the HF checkpoint
+    assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(model_folder, make_trainer, tmp_path):
+    folder, _ = model_folder()
+    with pytest.raises(ConfigError, match="not a training checkpoint"):
+        make_trainer(folder).load(tmp_path)
+
+
+def test_a_save_that_fails_leaves_nothing_under_the_final_name(model_folder, make_trainer, tmp_path, monkeypatch):
+    from vime.trainer.megatron import checkpoint
+
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save(tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+
+
+def test_saving_again_replaces_the_old_checkpoint(model_folder, make_trainer, make_batch, tmp_path):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+    trainer.save(tmp_path / "ck")
+    trainer.train(make_batch(LENGTHS))
+    trainer.save(tmp_path / "ck")
+    want = weights_of(trainer)
+    trainer = make_trainer(folder)
+    trainer.load(tmp_path / "ck")
+    assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())

@@ -1,0 +1,64 @@
+"""Each group of CPU shims is still needed: without it, megatron-core 0.16.1 fails on a machine without CUDA.
+
+Every case runs in a process of its own, because the shims change torch for the whole process.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vime
+
+STEP = """
+import sys, warnings
+from types import SimpleNamespace
+warnings.simplefilter("ignore")
+from vime.trainer.megatron import cpu_shims
+if sys.argv[1] != "none":
+    setattr(cpu_shims, sys.argv[1], lambda: None)
+import numpy as np
+from vime.config import Config
+from vime.types import TrainBatch
+from vime.trainer.megatron.trainer import MegatronTrainer
+full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+t = MegatronTrainer(
+    Config(megatron={"lr": 1e-3, **full}), hf_path=sys.argv[2], rank=0, world_size=1, total_steps=1, writer=None,
+    platform=SimpleNamespace(device_type="cpu", collective_backend="gloo"), init_method="file://" + sys.argv[3],
+)
+n = 6
+print(t.train(TrainBatch(
+    rollout_id=0, tokens=np.arange(n, dtype=np.int32), cu_seqlens=np.array([0, n]),
+    loss_mask=np.array([0] + [1] * (n - 1), np.uint8), rollout_log_probs=np.full(n, -1, np.float32),
+    loss_weights=np.array([0] + [0.2] * (n - 1), np.float32), advantages=np.ones(1, np.float32),
+    rewards=np.ones(1, np.float32), group_ids=np.zeros(1, np.int64), trajectory_ids=np.zeros(1, np.int64),
+    steps=((((0,),),),), global_batch_size=1, truncated=np.zeros(1, bool),
+))["train/grad_norm"])
+t.close()
+"""
+
+
+def one_step(folder, rendezvous, without):
+    return subprocess.run(
+        [sys.executable, "-c", STEP, without, str(folder), str(rendezvous)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": str(Path(vime.__file__).parents[1]), "PATH": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_with_all_shims_a_step_runs(model_folder, tmp_path):
+    folder, _ = model_folder()
+    done = one_step(folder, tmp_path / "r", "none")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shims are for machines without CUDA")
+@pytest.mark.parametrize("group", ["_devices", "_factories", "_streams", "_random_state", "_type_names"])
+def test_without_one_group_it_fails(model_folder, tmp_path, group):
+    folder, _ = model_folder()
+    done = one_step(folder, tmp_path / "r", group)
+    assert done.returncode != 0, f"{group} is no longer needed"

@@ -1,0 +1,75 @@
+"""The user's Megatron flags on top of the checkpoint's settings."""
+
+import pytest
+import torch
+
+from vime.errors import ConfigError
+from vime.models import family_of
+from vime.trainer.megatron.settings import megatron_settings
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e4,
+    "dtype": "float32",
+}
+
+
+def settings(hf=(), **overrides):
+    hf = {**HF, **dict(hf)}
+    return megatron_settings(family_of(hf).settings(hf), {"lr": 1e-4, **overrides}, device_type="cpu")
+
+
+def test_overrides_reach_the_object_that_has_the_field():
+    s = settings(clip_grad=0.5, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    s2 = settings(bucket_size=1000, overlap_grad_reduce=True)
+    assert s.optimizer.clip_grad == 0.5 and s.transformer.recompute_granularity == "full"
+    assert s2.ddp.bucket_size == 1000 and s2.ddp.overlap_grad_reduce
+    assert s.ddp.use_distributed_optimizer and s.optimizer.use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "want"),
+    [
+        ("float32", {}, torch.float32),
+        ("bfloat16", {}, torch.bfloat16),
+        ("float32", {"bf16": True}, torch.bfloat16),
+        ("bfloat16", {"bf16": False}, torch.float32),
+        ("float16", {"bf16": True}, torch.bfloat16),
+    ],
+)
+def test_precision_is_the_checkpoints_unless_a_flag_says_otherwise(dtype, flags, want):
+    s = settings({"dtype": dtype}, **flags)
+    assert s.dtype == want and s.optimizer.bf16 == (want == torch.bfloat16) and s.ddp.grad_reduce_in_fp32
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"no_such_thing": 1}, "no_such_thing"),
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2"),
+        ({"fp16": True}, "--fp16"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout"),
+        ({"num_layers": 3}, "the checkpoint has 2"),
+        ({"untie_embeddings_and_output_weights": False}, "untie"),
+        ({"lr": None}, "--lr is not set"),
+    ],
+)
+def test_what_cannot_be_done_or_contradicts_the_checkpoint_is_refused(flags, word):
+    with pytest.raises(ConfigError, match=word):
+        settings(**flags)
+
+
+def test_facts_that_agree_with_the_checkpoint_are_welcome():
+    settings(num_layers=2, swiglu=True, rotary_base=10000, vocab_size=61, group_query_attention=True)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        settings({"dtype": "float16"}, no_such_thing=1, num_layers=3)
+    assert len(error.value.problems) == 3
