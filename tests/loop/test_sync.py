@@ -24,6 +24,7 @@ class World:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.version = -1
+        self.metrics: dict[str, float] = {}
 
     def generate(self, rollout_id: int) -> RolloutResult:
         self.calls.append(f"generate {rollout_id} at v{self.version}")

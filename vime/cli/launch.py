@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vime.errors import ConfigError, VimeError
@@ -23,15 +24,19 @@ def main(argv: Sequence[str]) -> int:
     from vime.observability.run_folder import RunFolder
 
     path = Path(resolved.config.log.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"))).resolve()
+    config = replace(resolved.config, log=replace(resolved.config.log, run_dir=str(path)))
     folder = RunFolder(path)
-    folder.write_config({"settings": resolved.config, "origin": resolved.origin})
+    folder.write_config({"settings": config, "origin": resolved.origin})
     folder.write_versions()
     try:
-        with RunProgress(resolved.config.rollout.num_rollout or 0) as progress:
+        with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")
-            from vime.orchestration.launch import run  # takes seconds to import: only once the settings are right
+            from vime.orchestration import ray_environment
 
-            run(resolved.config, folder=folder, progress=progress)
+            ray_environment.prepare(config.cluster)
+            from vime.orchestration.launch import run  # imports Ray, and takes seconds
+
+            run(config, folder=folder, progress=progress)
     except ConfigError as error:
         return _report(error)
     except VimeError as error:

@@ -28,6 +28,9 @@ class Rollout(Protocol):
 class Publisher(Protocol):
     """The weight sync."""
 
+    metrics: Metrics
+    """Of the last publish."""
+
     def publish(self) -> PolicyVersion:
         """Bring the trainer's weights to every engine, verified; the version they have from now on."""
 
@@ -50,7 +53,7 @@ def run_sync(stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int
     """
     with recorder.setup(start) as setup:
         with setup.stage("update_weights"):
-            version = stages.publisher.publish()  # a resumed trainer is ahead of the checkpoint the engines loaded
+            version = stages.publisher.publish()  # a resumed trainer is ahead of what the engines loaded
         if eval_before:
             with setup.stage("eval"):
                 setup.add(stages.rollout.evaluate(start - 1))
@@ -70,6 +73,7 @@ def run_sync(stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int
                     stages.save(rollout_id)
             with step.stage("update_weights"):
                 version = stages.publisher.publish()
+                step.add(stages.publisher.metrics)
             if cadence.eval_due(rollout_id):
                 with step.stage("eval"):
                     step.add(stages.rollout.evaluate(rollout_id))

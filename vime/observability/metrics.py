@@ -64,6 +64,11 @@ train/lr-pg_<group> | 1 | learning rate of an optimizer parameter group at the l
 train/step | steps | optimizer steps since the start of the run
 train/tokens | tokens | prompt and response tokens trained on
 train/policy_version | version | version of the weights that generated the rollout
+weight_sync/seconds | s | pause to resume of the weight sync that ended the step
+weight_sync/bytes | bytes | what it sent to each engine
+weight_sync/buckets | count | in how many buckets
+weight_sync/probe_seconds | s | of the probe, where one was due
+weight_sync/probe_abs_diff_{mean,max} | nats | abs(trainer log-prob - engine log-prob) over the probe's greedy tokens
 eval/<set> | reward | mean reward over the held-out set; for 0/1 rewards the accuracy
 eval/<set>-truncated_ratio | ratio | held-out responses that a length limit cut off
 eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as reward 0

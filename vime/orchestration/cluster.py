@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
 
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
@@ -21,18 +24,8 @@ _OBJECT_STORE_BYTES = 1 << 30  # a local run's batches are megabytes; Ray's defa
 def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> Iterator[None]:
     """Connect to Ray for the duration of a run.
 
-    Without --ray-address a single-node cluster is started and ended here. Its servers listen on every interface (Ray
-    cannot do otherwise), so a random token is demanded of every caller.
+    Without --ray-address a single-node cluster is started and ended here, guarded by a token (ray_environment.py).
     """
-    # Must be in the environment before Ray is imported.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if cluster.ray_address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray would hide the devices of actors that claim no whole one; trainers and engines share them on purpose.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
     if cluster.ray_address is None:
         options: dict[str, Any] = {
             "include_dashboard": False,
@@ -44,9 +37,9 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
         options = {"address": cluster.ray_address}
     # Workers are spawned with the driver's module path, so that hooks given by dotted path import there too.
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
-    ray.init(logging_level="WARNING", log_to_driver=True, **options)
+    ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
     try:
-        have = ray.cluster_resources().get(platform.ray_resource, 0)
+        have = ray.cluster_resources().get(platform.ray_resource, 0)  # type: ignore[no-untyped-call]
         if have < layout.num_devices:
             raise ConfigError(
                 f"the run needs {layout.num_devices} {platform.ray_resource} devices "
@@ -60,9 +53,6 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
 
 def create_placement_group(platform: Platform, layout: Layout) -> Any:
     """Reserve one bundle per device, packed on as few nodes as possible. Blocks until it is there."""
-    import ray
-    from ray.util.placement_group import placement_group
-
     bundle = {platform.ray_resource: 1.0}
     if platform.ray_resource != "CPU":
         bundle["CPU"] = 1.0

@@ -11,7 +11,6 @@ import ray
 from vime.config import Config
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
-from vime.engine.vllm.versions import installed_adapter
 from vime.errors import EngineDead
 from vime.orchestration.placement import Layout
 from vime.orchestration.workers import start_engine_workers
@@ -69,13 +68,14 @@ class EngineFleet:
         """
         urls: list[str] = ray.get(self._starts)
         ray.get([w.wait_ready.remote(timeout_s) for w in self._workers])
-        adapter = installed_adapter()
-        self.engines = [VllmEngine(url, self._key, adapter) for url in urls]
+        self.engines = [VllmEngine(url, self._key) for url in urls]
         self._router = RouterProcess(
             urls, key=self._key, settings=self._config.router, log_path=self._log_dir / "router.log"
         )
         self._router.start()
-        return RouterClient(self._router.url, self.engines, self._key, adapter=adapter)
+        self._router.wait_ready()
+        connections = self._config.rollout.rollout_concurrency
+        return RouterClient(self._router.url, urls, self._key, max_connections=connections)
 
     def check_alive(self) -> None:
         """Raises: EngineDead naming the engines whose process is gone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 
 import ray
 from transformers import AutoTokenizer
-from vime.weight_sync.plan import WeightSync
 
 from vime.config import Config
 from vime.config.hf import local_checkpoint
 from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import load_prompts
+from vime.engine.vllm.client import RouterClient
+from vime.errors import EngineError
 from vime.loop.batch import make_train_batch
 from vime.loop.cadence import Cadence
 from vime.loop.checkpoint import load_checkpoint, save_checkpoint
@@ -36,12 +38,13 @@ from vime.orchestration.engines import EngineFleet
 from vime.orchestration.placement import Layout, plan_layout
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
-from vime.protocols import Engine, Engines, RolloutContext
+from vime.protocols import Completion, Engine, Engines, GenerateRequest, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, PolicyVersion, TrainBatch
+from vime.weight_sync.plan import WeightSync
 
 _ROLLOUT_PARAMETERS = ("config", "rollout_id", "data_source", "engines", "evaluation")
 _PROBE_PROMPTS = 4
@@ -50,9 +53,22 @@ _PROBE_PROMPTS = 4
 class NoEngines:
     """In the place of the weight sync where a run generates nothing (supervised training)."""
 
+    def __init__(self) -> None:
+        self.metrics: Metrics = {}
+
     def publish(self) -> PolicyVersion:
         """Nobody to publish to: the version stays 0."""
         return 0
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Refused. Raises: EngineError."""
+        raise EngineError(f"request {request.request_id}: --loss-type sft_loss starts no engines")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Nothing runs."""
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +82,8 @@ class _Run:
     folder: RunFolder
     progress: RunProgress
     generates: bool
-    transport: str
+    transport: str | None
+    """How weights travel; None where there are no engines."""
 
 
 def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
@@ -89,7 +106,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         folder=folder,
         progress=progress,
         generates=generates,
-        transport=sizes.transport_name(config, platform.transports),
+        transport=sizes.transport_name(config, platform.transports) if generates else None,
     )
     with ExitStack() as stack:
         progress.stage("starting Ray")
@@ -119,8 +136,8 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         trainer_ready = trainer.start()
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         ray.get(trainer_ready)
-        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, stack)
         start = _resume(plan, trainer, source)
+        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, start, stack)
         _loop(plan, stages, start, num_rollout)
         if config.checkpoint.save_hf is not None:
             progress.stage("writing the HF checkpoint")
@@ -147,15 +164,17 @@ def _build_stages(
     plan: _Run,
     trainer: TrainerGroup,
     fleet: EngineFleet | None,
-    client: Engines | None,
+    client: RouterClient | None,
     source: DataBuffer,
     tokenizer: Any,
+    start: int,
     stack: ExitStack,
 ) -> Stages:
     config = plan.config
     pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s)
     stack.callback(pool.close)
-    context = RolloutContext(config, client, tokenizer, make_reward_function(config.reward, pool))
+    endpoint: Engines = client if client is not None else NoEngines()
+    context = RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
     path = config.rollout.rollout_function_path
     rollout = RolloutStage(
         context,
@@ -167,15 +186,18 @@ def _build_stages(
     )
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
-    if fleet is not None:
-        publisher = WeightSync(
+    if fleet is not None and client is not None and plan.transport is not None:
+        publisher = sync = WeightSync(
             trainer,
             engines,
             transport=plan.transport,
             probe_prompts=[p.tokens for p in source.prompts[:_PROBE_PROMPTS]],
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
+            first_version=start + 1,  # one sync before the first rollout, one after each
+            on_version=client.note_version,
         )
+        stack.callback(sync.close)
 
     def make_batch(rollout_id: int, groups: list[Group]) -> tuple[TrainBatch, Metrics]:
         return make_train_batch(

@@ -16,6 +16,7 @@ from vime.config import Config
 from vime.orchestration.placement import Layout
 from vime.platform import get_platform
 from vime.platform.base import Platform
+from vime.protocols import BucketWriter
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
 
@@ -35,7 +36,7 @@ class TrainerWorker:
         rank: int,
         world_size: int,
         total_steps: int,
-        transport: str,
+        transport: str | None,
         environment: Mapping[str, str],
     ) -> None:
         os.environ.update(environment)  # thread counts: must be set before torch is imported
@@ -49,7 +50,7 @@ class TrainerWorker:
         """host:port at which the ranks can meet; asked of rank 0."""
         import socket
 
-        host = ray.util.get_node_ip_address()
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.socket() as s:
             s.bind((host, 0))
             return f"{host}:{s.getsockname()[1]}"
@@ -57,7 +58,6 @@ class TrainerWorker:
     def setup(self, address: str) -> None:
         """Join the other ranks and build the model. Called once, on all ranks at the same time."""
         from vime.trainer.megatron.trainer import MegatronTrainer
-        from vime.weight_sync import make_writer
 
         self._trainer = MegatronTrainer(
             self._config,
@@ -67,8 +67,14 @@ class TrainerWorker:
             world_size=self._world_size,
             init_method=f"tcp://{address}",
             total_steps=self._total_steps,
-            writer=make_writer(self._transport, self._config) if self._rank == 0 else None,
+            writer=self._make_writer() if self._rank == 0 and self._transport is not None else None,
         )
+
+    def _make_writer(self) -> BucketWriter:
+        from vime.weight_sync import make_writer
+
+        assert self._transport is not None
+        return make_writer(self._transport, self._config)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the trainer."""
@@ -99,12 +105,12 @@ class TrainerGroup:
         *,
         hf_path: str,
         total_steps: int,
-        transport: str,
+        transport: str | None,
     ) -> None:
         world = len(layout.trainer_devices)
         share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
         claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
-        self._workers = [
+        self._workers: list[Any] = [
             ray.remote(TrainerWorker)
             .options(
                 **claim,
@@ -226,6 +232,6 @@ def start_engine_workers(layout: Layout, placement_group: Any, platform: Platfor
                 placement_group, placement_group_bundle_index=devices[0]
             ),
         )
-        .remote({})
+        .remote()
         for devices in layout.engine_devices
     ]

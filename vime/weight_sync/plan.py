@@ -39,6 +39,7 @@ class WeightSync:
         probe_interval: probe at the first publish and every this many after it; 0: never.
         probe_tolerance: largest log-prob difference a probe may show.
         first_version: the version the first publish makes (a resumed run continues counting).
+        on_version: called with each version that counts (clients of engines that do not report it need it).
     Raises: ValueError if probes are wanted but there are no prompts, or there is no engine.
     """
 
@@ -52,6 +53,7 @@ class WeightSync:
         probe_interval: int,
         probe_tolerance: float,
         first_version: PolicyVersion = 1,
+        on_version: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
         if not engines:
             raise ValueError("a weight sync needs at least one engine")
@@ -62,6 +64,7 @@ class WeightSync:
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="weight-sync")
         self._published = 0
         self._probe_requested = False
+        self._on_version = on_version
         self.version: PolicyVersion = first_version - 1
         self.metrics: Metrics = {}
 
@@ -93,6 +96,8 @@ class WeightSync:
             self._probe(version)
             self.metrics["weight_sync/probe_seconds"] = time.monotonic() - synced
         self.version = version
+        if self._on_version is not None:
+            self._on_version(version)
         self._published += 1
         self._probe_requested = False
         return version

@@ -1,0 +1,1 @@
+"""Ray: processes, placement, and the handles that satisfy the protocols."""

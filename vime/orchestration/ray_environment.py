@@ -1,0 +1,25 @@
+"""What Ray reads from the environment while it is imported; call before anything imports Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+from vime.config import ClusterConfig
+
+
+def prepare(cluster: ClusterConfig) -> None:
+    """Set Ray's variables for a run of this process.
+
+    A cluster that is started here demands a random token of every caller: its servers listen on every interface, which
+    Ray cannot change. To join one, its own token settings are left as the user has them.
+    """
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token" and cluster.ray_address is None:
+        raise RuntimeError("Ray was imported before its token authentication could be switched on")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Trainers and engines share devices in fractions on purpose; Ray would hide the devices of actors that claim none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if cluster.ray_address is None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
