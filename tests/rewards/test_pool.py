@@ -21,7 +21,7 @@ FINE = Grade(1.0, "correct")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GraderPool]:
-    pool = GraderPool(num_workers=1, timeout_s=2.0, memory_limit_bytes=1 << 30)
+    pool = GraderPool(num_workers=1, timeout_s=2.0, memory_limit_bytes=200 << 20)
     asyncio.run(pool.grade(BAD, "fine", "", {}))  # starts the worker
     yield pool
     pool.close()
