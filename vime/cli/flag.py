@@ -86,6 +86,18 @@ class Flag:
             return value
         return self._one(value if isinstance(value, str) else repr(value))
 
+    def from_switch(self, on: bool) -> Any:
+        """What a bool flag sets when given (`on`) or negated: itself, or an alias's own value and its opposite."""
+        if self.value is None:
+            return on
+        if isinstance(self.value, bool):
+            return self.value if on else not self.value
+        return self.value if on else None
+
+    def as_given(self, value: Any) -> Any:
+        """The YAML value that sets the field to `value`: the inverse of `from_switch` for names such as no-x."""
+        return not value if self.value is False and isinstance(value, bool) else value
+
     @property
     def expects(self) -> str:
         """What may be given, in words."""

@@ -57,7 +57,8 @@ def print_help(argv: Sequence[str]) -> None:
     for word in argv:
         if word in ("-h", *tables):
             word = "--help" if word == "-h" else word
-            headings = {name: f"{name}: {(cls.__doc__ or '').strip().rstrip('.')}" for name, cls in section_classes().items()}
+            docs = {name: (cls.__doc__ or "").strip() for name, cls in section_classes().items()}
+            headings = {name: f"{name}: {doc.split('. ')[0].rstrip('.')}" for name, doc in docs.items()}
             text = flag_table(tables[word]().values(), headings)
             print(USAGE + text if word == "--help" else text.lstrip("\n"), end="")
             raise SystemExit(0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from vime.errors import ConfigError
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
+MARK = "vime_init_model.json"
+"""Says what the folder was made with; a folder with it may be written again."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -61,23 +64,26 @@ def init_model(out: Path, model: TinyModel) -> int:
     Raises: ConfigError for a shape that cannot be, or a folder that holds something.
     """
     problems = model.problems()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problems.append(f"{out} exists and is not an empty folder; give a new one")
+    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(f"{out} exists and is neither empty nor made by `vime init-model`; give another folder")
     if problems:
         raise ConfigError(problems)
     import torch
     from transformers import GenerationConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = make_tokenizer(model.vocab, model.max_positions)
     config, model_class = _hf_config(model, tokenizer)
     torch.manual_seed(model.seed)
     network = model_class(config).to(getattr(torch, model.dtype))
-    network.generation_config = GenerationConfig(
+    network.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     out.mkdir(parents=True, exist_ok=True)
     network.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    (out / MARK).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
     return sum(p.numel() for p in network.parameters())
 
 
@@ -101,7 +107,7 @@ def make_tokenizer(vocab: str, max_positions: int) -> Any:
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         eos_token=END_OF_TURN,
         pad_token=PAD,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Given:
 
 @dataclass(slots=True)
 class Parsed:
-    """What was given, by flag name (the last one wins), and everything wrong with it."""
+    """What was given, by owner and field ("megatron.lr"; the last one wins), and everything wrong with it."""
 
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -77,11 +78,20 @@ class Catalogue:
 
     def nearest(self, name: str) -> str | None:
         """The known name most like this one, if any is near."""
-        names = [n for owner in self._owners(name) for n in self.table(owner)]
+        tables = [self.table(owner) for owner in self._owners(name)]
+        names = [n for table in tables for n in table]
         if not name.startswith("vllm-"):
             names += list(self.table("router"))
+        if name.removeprefix("vllm-").removeprefix("router-").startswith("no-"):
+            names += [
+                f.negation for owner in self._owners(name) for f in self.table(owner).values() if f.kind == "bool"
+            ]
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
         return close[0] if close else None
+
+    def canonical(self, flag: Flag) -> Flag:
+        """The name a setting is printed under, where it has several."""
+        return next(f for f in self.table(flag.owner).values() if f.key == flag.key and not f.refusal)
 
     @staticmethod
     def _owners(name: str) -> tuple[str, ...]:
@@ -106,9 +116,7 @@ def parse(argv: Sequence[str], catalogue: Catalogue) -> Parsed:
             _read_yaml(path, catalogue, result)
     for name, words in groups:
         if name != "config":
-            _take(
-                name, lambda flag, words=words: flag.from_words(words), "command line", f"--{name}", catalogue, result
-            )
+            _take(name, partial(Flag.from_words, words=words), "command line", f"--{name}", catalogue, result)
     return result
 
 
@@ -147,7 +155,7 @@ def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
     for key, value in content.items():
         name = str(key).replace("_", "-")
         where = f"{path}: {key}"
-        _take(name, lambda flag, value=value: flag.from_yaml(value), f"--config {path}", where, catalogue, result)
+        _take(name, partial(Flag.from_yaml, value=value), f"--config {path}", where, catalogue, result)
 
 
 def _take(
@@ -177,17 +185,6 @@ def _take(
     except ValueError as error:
         result.problems.append(f"{where} {error}")
         return
-    if negated and not isinstance(value, bool):
-        result.problems.append(f"{where} turns a setting off and takes no value, got {value!r}")
-        return
-    if flag.kind == "bool" and flag.value is not None:
-        # An alias such as --disable-bias-linear or --recompute-activations sets its own value; turned off, the other.
-        if isinstance(flag.value, bool):
-            value = flag.value if value else not flag.value
-        elif value:
-            value = flag.value
-        else:
-            value = None
-    if negated:
-        value = not value
-    result.given[flag.name] = Given(replace(flag), value, origin)
+    if flag.kind == "bool" and value is not None:
+        value = flag.from_switch(value != negated)
+    result.given[f"{flag.owner}.{flag.key}"] = Given(flag, value, origin)

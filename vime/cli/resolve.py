@@ -28,7 +28,7 @@ class Resolved:
 
     config: Config
     origin: dict[str, str]
-    """By flag name without dashes: "default", "--config file.yaml", "command line", "HF checkpoint" or "platform"."""
+    """By flag name without dashes: "default", "--config x.yaml", "command line", "HF checkpoint" or "platform"."""
     shape: dict[str, Any]
     """The model's architecture in Megatron's names, as the checkpoint states it."""
 
@@ -60,7 +60,8 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     origin = {flag.name: DEFAULT for flag in catalogue.table("vime").values()}
-    origin |= {name: g.origin for name, g in parsed.given.items()}
+    for given in parsed.given.values():
+        origin[given.flag.name] = origin[catalogue.canonical(given.flag).name] = given.origin
     config = _fill(config, platform, model, origin)
     if fetch:
         folder = str(local_checkpoint(config.checkpoint.hf_checkpoint))
@@ -71,7 +72,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
 
 def _build(parsed: Parsed) -> Config:
     sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
-    others: dict[str, dict[str, Any]] = {"megatron": {}, "vllm": {}, "router": {}}
+    others: dict[str, Any] = {"megatron": {}, "vllm": {}, "router": {}}
     for given in parsed.given.values():
         flag: Flag = given.flag
         if flag.owner == "vime":
@@ -79,7 +80,7 @@ def _build(parsed: Parsed) -> Config:
             sections[section][name] = given.value
         elif flag.group != "Model":  # those describe the checkpoint and are no fields of megatron-core's
             others[flag.owner][flag.key] = given.value
-    made = {name: cls(**sections[name]) for name, cls in section_classes().items()}
+    made: dict[str, Any] = {name: cls(**sections[name]) for name, cls in section_classes().items()}
     return Config(**made, **others)
 
 

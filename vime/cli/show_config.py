@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from vime.cli.parse import Catalogue
 from vime.cli.resolve import DEFAULT, Resolved, as_mapping, resolve
-
-_ORIGINS_KEPT_BY_OWNER = {"megatron": "", "vllm": "vllm-", "router": "router-"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,13 +26,13 @@ def run(argv: Sequence[str]) -> int:
 def as_yaml(resolved: Resolved) -> str:
     """Sections as comments, `name: value  # origin` lines: the settings part is a file that --config takes back."""
     lines: list[str] = []
+    catalogue = Catalogue()
     for section, values in as_mapping(resolved.config).items():
         if not values:
             continue
         lines.append(f"# {section}")
-        prefix = _ORIGINS_KEPT_BY_OWNER.get(section, "")
         for key, value in values.items():
-            name = prefix + key.replace("_", "-")
+            name, value = _as_given(catalogue, section, key, value)
             origin = resolved.origin.get(name, "")
             # A default is left out of what --config reads, so that the file stays right when another setting changes.
             lines.append(f"{'# ' if origin == DEFAULT else ''}{name}: {json.dumps(value)}  # {origin}")
@@ -40,3 +40,10 @@ def as_yaml(resolved: Resolved) -> str:
     lines.append("# model (from the checkpoint; not settings)")
     lines += [f"# {name}: {json.dumps(value)}" for name, value in resolved.shape.items()]
     return "\n".join(lines) + "\n"
+
+
+def _as_given(catalogue: Catalogue, section: str, key: str, value: Any) -> tuple[str, Any]:
+    """The name and value under which a field of a section would be given."""
+    owner, field = (section, key) if section in ("megatron", "vllm", "router") else ("vime", f"{section}.{key}")
+    flag = next(f for f in catalogue.table(owner).values() if f.key == field and not f.refusal)
+    return flag.name, flag.as_given(value)

@@ -14,7 +14,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +115,9 @@ def read_engine_arguments() -> list[dict[str, Any]]:
     import dataclasses
 
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:
-        from vllm.utils import FlexibleArgumentParser  # before 0.12
-
-    parser = FlexibleArgumentParser()
+    parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
     AsyncEngineArgs.add_cli_args(parser)
     groups = {action.dest: group.title for group in parser._action_groups for action in group._group_actions}
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -147,7 +142,7 @@ def read_engine_arguments() -> list[dict[str, Any]]:
     return rows
 
 
-def _kind(convert: Callable[[str], Any] | None) -> tuple[str, bool]:
+def _kind(convert: Any) -> tuple[str, bool]:
     """What a converter makes of sample words: (kind, takes sizes such as 1k). Its source is wrapped in closures."""
     if convert is None:
         return "str", False

@@ -53,17 +53,23 @@ def _folder(checkpoint: str) -> Path | None:
 
 
 def _from_hub(name: str, *, only_config: bool) -> Path:
+    """The file or folder in the hub client's cache, brought up to date when the hub can be reached."""
     try:
-        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     except ImportError as error:
         raise ConfigError(f"--hf-checkpoint {name}: there is no such folder, and the hub client is missing") from error
+    reason = ""
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)  # fails at once; the downloads retry for half a minute
+    except Exception as error:  # errors of httpx, requests or the client's own, by its version
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     try:
         if only_config:
-            return Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S))
-        return Path(snapshot_download(name, allow_patterns=_CHECKPOINT_FILES, etag_timeout=_HUB_TIMEOUT_S))
-    except Exception as error:  # the client raises errors of requests, httpx and its own, by version
-        reason = " ".join(str(error).split())[:300]
+            return Path(hf_hub_download(name, "config.json", local_files_only=bool(reason)))
+        return Path(snapshot_download(name, allow_patterns=_CHECKPOINT_FILES, local_files_only=bool(reason)))
+    except Exception as error:
+        reason = reason or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
-            f"--hf-checkpoint {name}: there is no such folder here, and the hub did not give a model of this name "
-            f"({type(error).__name__}: {reason})"
+            f"--hf-checkpoint {name}: there is no such folder here, the hub did not give a model of this name, and "
+            f"none was downloaded before ({reason})"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from vime.errors import ConfigError
 
@@ -32,7 +32,7 @@ def load_hook(
             f"{path!r}: importing {module_name} failed with {type(error).__name__}: {error}; "
             "is its folder on PYTHONPATH?"
         ) from error
-    hook = getattr(module, name, None)
+    hook: Any = getattr(module, name, None)
     if hook is None:
         raise ConfigError(f"{path!r}: {module_name} has no {name}")
     if not callable(hook):
@@ -41,14 +41,14 @@ def load_hook(
     try:
         signature = inspect.signature(hook)
     except ValueError:
-        return hook  # a builtin without a signature: nothing to compare
+        return cast(Callable[..., Any], hook)  # a builtin without a signature: nothing to compare
     try:
         signature.bind(*parameters, **dict.fromkeys(keywords))
     except TypeError as error:
         raise ConfigError(f"{path!r} has parameters {signature}, but is called with ({call}): {error}") from error
     if is_async and not _is_async(hook):
         raise ConfigError(f"{path!r} must be an `async def`: it is awaited, so that requests overlap")
-    return hook
+    return cast(Callable[..., Any], hook)
 
 
 def _is_async(hook: Callable[..., Any]) -> bool:

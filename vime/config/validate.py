@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.config import Config
+from vime.config import Config, RolloutConfig
 from vime.config.unread import unread_settings
 from vime.config.validate_files import check_eval_sets, check_hooks, check_paths, check_prompts
 from vime.config.validate_model import check_lengths, check_model
@@ -232,6 +232,11 @@ def _divisors(total: int, near: int) -> str:
 def _algorithm(config: Config) -> Iterator[str]:
     algo = config.algo
     if not generates(config):
+        if config.rollout.rollout_function_path == RolloutConfig().rollout_function_path:
+            yield (
+                "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
+                "--rollout-function-path vime.rollout.sft_rollout.generate_rollout"
+            )
         return
     if algo.eps_clip >= 1:
         yield f"--eps-clip is {algo.eps_clip}, an offset from 1 that must be below 1: the lower bound is 1 - eps_clip"

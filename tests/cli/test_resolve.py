@@ -1,0 +1,124 @@
+"""From argv to the resolved configuration: values, origins, and every problem at once."""
+
+from pathlib import Path
+
+import pytest
+
+from vime.cli.resolve import resolve
+from vime.config import Config
+from vime.errors import ConfigError
+
+
+def problems_of(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv)
+    return caught.value.problems
+
+
+def test_a_right_command_line_resolves(argv: list[str], checkpoint: Path) -> None:
+    resolved = resolve([*argv, "--weight-decay", "0.1", "--router-policy", "round_robin"])
+    assert isinstance(resolved.config, Config)
+    assert resolved.config.rollout.rollout_batch_size == 4
+    assert resolved.config.checkpoint.hf_checkpoint == str(checkpoint)
+    assert resolved.config.megatron == {"lr": 1e-4, "weight_decay": 0.1}
+    assert resolved.config.router == {"policy": "round_robin"}
+    assert resolved.config.vllm == {}
+
+
+def test_each_value_has_its_origin(argv: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("eps_clip: 0.3\nlr: 5e-5\nseed: 7\n")
+    resolved = resolve([*argv, "--config", str(recipe), "--seed", "8"])
+    origin = resolved.origin
+    assert origin["rollout-batch-size"] == "command line"
+    assert origin["eps-clip"] == f"--config {recipe}"
+    assert origin["seed"] == "command line" and resolved.config.train.seed == 8
+    assert origin["lr"] == "command line"
+    assert origin["rollout-seed"] == "default"
+    assert origin["update-weight-transport"] == "platform"
+    assert origin["rollout-max-context-len"] == origin["num-layers"] == "HF checkpoint"
+
+
+def test_values_that_follow_from_others_are_filled_in(argv: list[str]) -> None:
+    config = resolve([*argv, "--eps-clip", "0.3"]).config
+    assert config.train.global_batch_size == 8
+    assert config.algo.eps_clip_high == 0.3
+    assert config.rollout.rollout_max_context_len == 512
+    assert config.rollout.over_sampling_batch_size == 4
+    assert config.sync.update_weight_transport in ("shm", "disk")
+    assert config.eval.eval_temperature == 1.0
+    assert config.cluster.rollout_num_gpus == 1
+
+
+def test_a_model_flag_that_agrees_with_the_checkpoint_is_fine(argv: list[str]) -> None:
+    model = ["--num-layers", "4", "--swiglu", "--rotary-base", "1000000", "--norm-epsilon", "1e-6", "--qk-layernorm"]
+    model += ["--untie-embeddings-and-output-weights", "--disable-bias-linear", "--vocab-size", "100"]
+    model += ["--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2"]
+    megatron = resolve([*argv, *model]).config.megatron
+    assert megatron["num_layers"] == 4 and megatron["add_bias_linear"] is False
+    assert "rotary_base" not in megatron, "no field of megatron-core's TransformerConfig"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "real"),
+    [
+        (["--num-layers", "6"], "6", "4"),
+        (["--no-swiglu"], "False", "True"),
+        (["--rotary-base", "10000"], "10000", "1000000"),
+        (["--num-experts", "8"], "8", "None"),
+        (["--normalization", "LayerNorm"], "LayerNorm", "RMSNorm"),
+        (["--make-vocab-size-divisible-by", "128"], "128", "100"),
+    ],
+)
+def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
+    argv: list[str], words: list[str], said: str, real: str
+) -> None:
+    problems = problems_of([*argv, *words])
+    assert len(problems) == 1 and words[0].replace("--no-", "--") in problems[0]
+    assert said in problems[0] and real in problems[0]
+
+
+def test_all_problems_come_at_once(argv: list[str]) -> None:
+    wrong = [
+        "--rollout-bach-size",
+        "4",
+        "--lr",
+        "x",
+        "--eps-clip",
+        "2",
+        "--global-batch-size",
+        "3",
+        "--rollout-top-p=.9",
+    ]
+    problems = problems_of(
+        [*argv, *wrong, "--rollout-top-p=.9", "--kl-loss-type", "k2", "--tensor-model-parallel-size", "2"]
+    )
+    for flag in ("rollout-bach-size", "lr", "eps-clip", "global-batch-size", "rollout-top-p", "kl-loss-type"):
+        assert sum(p.startswith(f"--{flag} ") for p in problems) == 1, (flag, problems)
+    assert "--tensor-model-parallel-size is 2" in " ".join(problems)
+    assert len(problems) == 7
+
+
+def test_a_refused_value_is_not_also_called_missing(argv: list[str]) -> None:
+    assert len(problems_of([*argv, "--rollout-batch-size", "many"])) == 1
+
+
+def test_nothing_given_names_everything_required() -> None:
+    text = " ".join(problems_of(["--platform", "cpu"]))
+    for flag in ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--num-rollout", "--lr", "--rm-type"):
+        assert flag in text
+
+
+def test_an_unsupported_architecture_is_a_problem(argv: list[str], checkpoint: Path) -> None:
+    text = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(
+        text.replace("Qwen3ForCausalLM", "GPT2LMHeadModel").replace("qwen3", "gpt2")
+    )
+    assert any("gpt2" in p and "qwen3" in p for p in problems_of(argv))
+
+
+def test_a_checkpoint_that_is_not_there_is_a_problem(argv: list[str], tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    assert problems_of([*argv, "--hf-checkpoint", nowhere]) == [
+        f"--hf-checkpoint {nowhere}: there is no such folder, and it is no hub name (owner/name)"
+    ]

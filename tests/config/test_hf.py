@@ -1,0 +1,55 @@
+"""Where a checkpoint is, and what is said when it is nowhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime.config.hf import local_checkpoint, read_model_config
+from vime.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # An address where nothing answers, read when huggingface_hub is imported; and an empty cache.
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_folder_is_read_without_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert read_model_config(str(tmp_path)) == {"model_type": "qwen3"}
+    assert local_checkpoint(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_config_that_is_no_json_object_is_a_problem(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_config(str(tmp_path))
+
+
+def test_a_folder_without_config_is_a_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        read_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./here", "a/b/c", "../up"])
+def test_a_path_that_is_not_there_is_not_taken_for_a_hub_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder, and it is no hub name"):
+        read_model_config(name)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        local_checkpoint(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("read", [read_model_config, local_checkpoint])
+def test_a_hub_name_that_cannot_be_fetched_says_so(read: object) -> None:
+    with pytest.raises(ConfigError, match="owner/name: there is no such folder here, the hub did not give"):
+        read("owner/name")  # type: ignore[operator]

@@ -1,0 +1,212 @@
+"""Every cross-check: a right configuration passes, and one wrong setting gives the one sentence that names it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from vime.config.validate import Facts, validate
+
+SFT = "vime.rollout.sft_rollout.generate_rollout"
+SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 100}
+
+
+async def reward(config: object, sample: object) -> float:
+    return 1.0
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Config:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
+    return Config(
+        checkpoint=CheckpointConfig(hf_checkpoint="model"),
+        data=DataConfig(prompt_data=str(prompts)),
+        rollout=RolloutConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=8),
+        reward=RewardConfig(rm_type="exact_match"),
+        megatron={"lr": 1e-6},
+    )
+
+
+def problems(config: Config, **facts: Any) -> list[str]:
+    base: dict[str, Any] = {
+        "platform": "cpu",
+        "transports": ("shm", "disk"),
+        "reward_names": ("exact_match", "math"),
+        "shape": SHAPE,
+        "max_position_embeddings": 64,
+    }
+    return validate(config, Facts(**{**base, **facts}))
+
+
+def changed(config: Config, **changes: Any) -> Config:
+    """`config` with settings changed, by "section__name"."""
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        else:
+            config = replace(config, **{section: value})
+    return config
+
+
+def test_a_right_configuration_has_no_problem(right: Config) -> None:
+    assert problems(right) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"checkpoint__hf_checkpoint": ""}, "--hf-checkpoint is required"),
+        ({"data__prompt_data": None}, "--prompt-data is required"),
+        ({"rollout__rollout_batch_size": 0}, "--rollout-batch-size is required"),
+        ({"rollout__num_rollout": None}, "--num-rollout is required"),
+        ({"megatron": {}}, "--lr is required"),
+        ({"reward__rm_type": None}, "a reward is required"),
+        ({"reward__rm_type": "maths"}, "--rm-type is 'maths', but the built-in rewards are exact_match, math"),
+        ({"rollout__rollout_batch_size": -1}, "--rollout-batch-size is -1, but must be at least 0"),
+        ({"rollout__rollout_temperature": 0.0}, "--rollout-temperature is 0.0, but must be above 0"),
+        ({"rollout__rollout_top_p": 0.9}, "--rollout-top-p is 0.9: the trainer computes"),
+        ({"rollout__rollout_top_k": 50}, "--rollout-top-k is 50: the trainer computes"),
+        ({"eval__eval_top_p": 0.0}, "--eval-top-p is 0.0"),
+        ({"eval__eval_top_k": 0}, "--eval-top-k is 0"),
+        ({"rollout__over_sampling_batch_size": 4}, "--over-sampling-batch-size is 4, less than"),
+        ({"train__global_batch_size": 12}, "--global-batch-size is 12, which does not divide 8 prompts x 4"),
+        ({"train__num_steps_per_rollout": 3}, "--num-steps-per-rollout is 3, which does not divide"),
+        ({"train__global_batch_size": 8, "train__num_steps_per_rollout": 2}, "--global-batch-size 8 x"),
+        ({"train__micro_batch_size": 5}, "an optimizer step has 32 samples, but 1 training ranks x"),
+        ({"cluster__actor_num_gpus_per_node": 3}, "an optimizer step has 32 samples, but 3 training ranks x"),
+        ({"algo__eps_clip": 1.5}, "--eps-clip is 1.5"),
+        ({"algo__eps_clip_c": 1.0}, "--eps-clip-c is 1.0"),
+        ({"algo__use_kl_loss": True}, "--use-kl-loss with --kl-loss-coef 0"),
+        ({"algo__kl_loss_coef": 0.1}, "--kl-loss-coef is 0.1, but the KL is not in the loss"),
+        ({"rollout__n_samples_per_prompt": 1}, "--n-samples-per-prompt is 1, and a group of one"),
+        ({"train__use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        (
+            {"train__use_dynamic_batch_size": True, "train__max_tokens_per_gpu": 8},
+            "--max-tokens-per-gpu is 8, but a sample may have 9 tokens",
+        ),
+        (
+            {
+                "train__use_dynamic_batch_size": True,
+                "train__max_tokens_per_gpu": 20,
+                "data__rollout_max_prompt_len": 16,
+            },
+            "--max-tokens-per-gpu is 20, but a sample may have 24 tokens",
+        ),
+        ({"rollout__rollout_max_context_len": 128}, "--rollout-max-context-len is 128, but the model has 64"),
+        ({"rollout__rollout_max_response_len": 64}, "--rollout-max-response-len is 64, which leaves no room"),
+        ({"data__rollout_max_prompt_len": 60}, "--rollout-max-prompt-len 60 + --rollout-max-response-len 8 = 68"),
+        ({"sync__update_weight_transport": "nccl"}, "--update-weight-transport is nccl, which the cpu platform"),
+        ({"cluster__rollout_num_gpus": 3, "cluster__rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus is 3"),
+        ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
+        ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
+        ({"megatron": {"lr": 1e-6, "context_parallel_size": 2}}, "--context-parallel-size is 2, but this version"),
+        ({"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}}, "--expert-model-parallel-size is 2, but"),
+        ({"checkpoint__load": "/no/such"}, "--load /no/such: there is no such folder"),
+        ({"checkpoint__save_hf": "a/{step}"}, "--save-hf a/{step}: only {rollout_id} is replaced"),
+        ({"data__input_key": "question"}, "has no key 'question', only 'input', 'label'"),
+        ({"data__label_key": "answer"}, "has no key 'answer'"),
+        ({"data__prompt_data": "/no/such.jsonl"}, "--prompt-data /no/such.jsonl cannot be read: No such file"),
+        ({"eval__eval_prompt_data": ["a"]}, "--eval-prompt-data takes pairs of NAME PATH, but got 1 words: a"),
+        ({"eval__eval_prompt_data": ["a", "/x"]}, "--eval-prompt-data a /x cannot be read"),
+        ({"rollout__rollout_function_path": "no.such"}, "--rollout-function-path 'no.such': importing no failed"),
+        ({"reward__rm_type": None, "reward__custom_rm_path": "builtins.len"}, "--custom-rm-path 'builtins.len' has"),
+        ({"rollout__custom_generate_function_path": "json.dumps"}, "--custom-generate-function-path 'json.dumps'"),
+        ({"algo__loss_type": "sft_loss"}, "--loss-type sft_loss takes answers from the data"),
+    ],
+)
+def test_one_wrong_setting_gives_one_sentence(right: Config, change: dict[str, Any], sentence: str) -> None:
+    found = problems(changed(right, **change))
+    assert len([p for p in found if sentence in p]) == 1, found
+    assert len(found) == 1 or "rollout_batch_size" in str(change) or "loss_type" in str(change), found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout__num_rollout": None, "rollout__num_epoch": 1},
+        {"train__global_batch_size": 16},
+        {"train__num_steps_per_rollout": 4},
+        {"train__use_dynamic_batch_size": True, "train__max_tokens_per_gpu": 64},
+        {"cluster__actor_num_gpus_per_node": 2},
+        {"eval__eval_top_p": 0.9, "eval__eval_top_k": 20, "eval__eval_temperature": 0.0},
+        {"algo__use_kl_loss": True, "algo__kl_loss_coef": 0.1},
+        {"rollout__n_samples_per_prompt": 1, "algo__disable_rewards_normalization": True},
+        {"algo__loss_type": "sft_loss", "rollout__rollout_function_path": SFT, "rollout__n_samples_per_prompt": 1},
+        {"megatron": {"lr": 0.0}},
+        {"megatron": {"lr": 1e-6, "tensor_model_parallel_size": 1}},
+    ],
+)
+def test_what_is_allowed_passes(right: Config, change: dict[str, Any]) -> None:
+    assert problems(changed(right, **change)) == []
+
+
+def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: Path) -> None:
+    for content, words in (
+        ('{"input": "a"}\n{oops\n', "line 2: not JSON"),
+        ("[1]\n", "line 1: holds a list, not an object"),
+        ("\n\n", "is empty"),
+    ):
+        path = tmp_path / "bad.jsonl"
+        path.write_text(content)
+        found = problems(changed(right, data__prompt_data=str(path)))
+        assert len(found) == 1 and words in found[0] and str(path) in found[0]
+
+
+def test_more_devices_than_the_node_has_is_a_problem(right: Config) -> None:
+    assert problems(right, devices=2) == []
+    assert "needs 2 devices (1 to train, 1 for engines), but this node has 1" in problems(right, devices=1)[0]
+    assert problems(changed(right, cluster__colocate=True), devices=1) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "remedy"),
+    [
+        ({"algo__kl_loss_type": "k2"}, "algo.kl_loss_type", "add --use-kl-loss"),
+        ({"train__lr_warmup_init": 0.0}, "train.lr_warmup_init", "add --lr-warmup-iters"),
+        ({"train__max_tokens_per_gpu": 64}, "train.max_tokens_per_gpu", "add --use-dynamic-batch-size"),
+        ({"eval__eval_interval": 1}, "eval.eval_interval", "add --eval-prompt-data"),
+        ({"eval__n_samples_per_eval_prompt": 1}, "eval.n_samples_per_eval_prompt", "add --eval-prompt-data"),
+        ({"checkpoint__save_interval": 1}, "checkpoint.save_interval", "add --save"),
+        ({"checkpoint__no_load_optim": True}, "checkpoint.no_load_optim", "add --load"),
+        ({"rollout__num_epoch": 1}, "rollout.num_epoch", "--num-rollout counts"),
+        ({"reward__group_rm": True}, "reward.group_rm", "add --custom-rm-path"),
+        ({"sync__update_weight_disk_dir": "/tmp/w"}, "sync.update_weight_disk_dir", "--update-weight-transport disk"),
+        ({"train__lr_decay_iters": 5}, "train.lr_decay_iters", "choose another style"),
+        ({"data__tool_key": "tools"}, "data.tool_key", "add --apply-chat-template"),
+    ],
+)
+def test_a_value_that_nobody_reads_is_a_problem(right: Config, change: dict[str, Any], key: str, remedy: str) -> None:
+    config = changed(right, **change)
+    assert problems(config) == [], "only what the user gave counts"
+    found = problems(config, explicit=frozenset({key}))
+    assert len(found) == 1 and "nothing reads it" in found[0] and remedy in found[0]
+    assert found[0].startswith(f"--{key.split('.')[1].replace('_', '-')} is ")
+
+
+def test_every_key_of_the_tables_is_a_setting() -> None:
+    from vime.config.unread import _RULES
+    from vime.config.validate import _ABOVE_ZERO, _MINIMA, value_of
+
+    for key in [*_MINIMA, *_ABOVE_ZERO, *(k for keys, _, _ in _RULES for k in keys)]:
+        value_of(Config(), key)
+
+
+def test_sections_are_independent_of_each_other() -> None:
+    assert ClusterConfig().actor_num_nodes == 1 and AlgoConfig().eps_clip == 0.2
+    assert EvalConfig().eval_prompt_data is not EvalConfig().eval_prompt_data, "lists are copied"
+    assert TrainConfig().micro_batch_size == 1
