@@ -50,7 +50,14 @@ class VllmEngine:
         self.url = url
         self._adapter = adapter or adapter_for()
         self._weight_timeout_s = weight_timeout_s
-        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=timeout_s,
+            # vLLM's server closes a connection after an error and after 5 idle seconds, which a reused one finds out too
+            # late; control calls are few, so each gets its own.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     def close(self) -> None:
         """Close the connections."""

@@ -37,5 +37,5 @@ def repack_experts_on_reload() -> None:
         if is_reload:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    setattr(setup_kernel, _MARK, True)
+    setattr(setup_kernel, _MARK, original)
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel  # type: ignore[method-assign]

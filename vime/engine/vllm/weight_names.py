@@ -80,7 +80,7 @@ class WeightLedger:
 
     def __init__(self, announced: Sequence[str], required: frozenset[str] | None) -> None:
         self._announced, self._required = list(announced), required
-        self._received: list[str] = []
+        self._received: set[str] = set()
 
     def announcement_problem(self) -> str | None:
         """What is wrong with the announced names, or None."""
@@ -92,15 +92,18 @@ class WeightLedger:
             return None
         return _difference(set(self._announced), self._required, "the checkpoint the engine was started from")
 
-    def receive(self, names: Sequence[str]) -> None:
-        """Note one bucket's names."""
-        self._received += names
+    def receive(self, names: Sequence[str]) -> str | None:
+        """Note one bucket's names, before they are loaded. Returns: which are doubled or unexpected, or None."""
+        twice = duplicate_names([*self._received, *names])
+        unexpected = sorted(set(names) - set(self._announced))
+        self._received |= set(names)
+        if twice:
+            return f"received twice: {listed(twice)}"
+        return f"not among the announced names: {listed(unexpected)}" if unexpected else None
 
     def completion_problem(self) -> str | None:
-        """What is missing, doubled or unexpected at the end, or None."""
-        if twice := duplicate_names(self._received):
-            return f"received twice: {listed(twice)}"
-        return _difference(set(self._received), frozenset(self._announced), "the announced names")
+        """What is missing at the end, or None."""
+        return _difference(self._received, frozenset(self._announced), "the announced names")
 
 
 def _difference(have: set[str], want: frozenset[str], what: str) -> str | None:

@@ -115,15 +115,16 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
                     f"bucket {message.index} is of version {message.version}, the sync is to {self._plan.version}"
                 )
             tensors = self._read(message)
-            self._ledger.receive([name for name, _ in tensors])
+            if problem := self._ledger.receive([name for name, _ in tensors]):
+                raise WeightSyncError(f"bucket {message.index}: {problem}")
             with self._vllm_context():
                 loaded = self.model.load_weights(tensors)  # type: ignore[operator]
+            if loaded is None:
+                raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
+            self._loaded_parameters |= loaded
         except Exception as error:
             self.broken = str(error)
             raise
-        if loaded is None:
-            raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
-        self._loaded_parameters |= loaded
 
     def finish_weight_update(self) -> None:
         """Close the sync: every name came once, every parameter was loaded. Raises: WeightSyncError."""

@@ -1,0 +1,113 @@
+"""Fixtures that several parts share: a tiny model, and one running engine for the whole session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from vime.engine.vllm.server import EngineServer
+
+RUN_KEY = "the-key-of-the-tests"
+
+
+@pytest.fixture(scope="session")
+def run_key() -> str:
+    """The run key that `engine` and `start_engine` demand."""
+    return RUN_KEY
+
+
+def save_tiny_model(folder: Path, *, moe: bool = False, seed: int = 0) -> Path:
+    """A random float32 Qwen3 (0.14M parameters, vocabulary of 320) with its byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest vLLM's CPU attention takes
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,  # large, so that wrong weights show in the log-probs
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(seed)
+    if moe:
+        experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).float()
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes)).float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Qwen3 in float32."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Qwen3 mixture of experts in float32."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen3_moe", moe=True)
+
+
+@pytest.fixture(scope="session")
+def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineServer]]:
+    """A function (model folder, **engine arguments) that starts an engine and waits for it; all are stopped at the end.
+
+    Each takes about 20 s and 1.5 GiB: prefer the `engine` fixture.
+    """
+    from vime.engine.vllm.server import EngineServer
+    from vime.platform.cpu import CpuPlatform
+
+    servers: list[EngineServer] = []
+
+    def start(model: Path, environment: dict[str, str] | None = None, **arguments: Any) -> EngineServer:
+        platform = CpuPlatform()
+        config = json.loads((model / "config.json").read_text())
+        server = EngineServer(
+            str(model),
+            arguments={**platform.engine_arguments(config, 512), "max_num_seqs": 64, "seed": 0, **arguments},
+            environment={**platform.engine_environment(), "HF_HUB_OFFLINE": "1", **(environment or {})},
+            key=RUN_KEY,
+            log_path=tmp_path_factory.mktemp("engine") / "engine.log",
+        )
+        servers.append(server)
+        server.start()
+        server.wait_ready(300)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_qwen3: Path, start_engine: Callable[..., EngineServer]) -> EngineServer:
+    """A running engine that serves `tiny_qwen3`; a test that changes its weights must bring them back."""
+    return start_engine(tiny_qwen3)
