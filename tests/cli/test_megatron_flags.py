@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from vime.cli.megatron_flags import ALIASES, CHECKPOINT_ONLY, SOURCES, UNKNOWN, megatron_fields, megatron_flags
+from vime.cli.megatron_flags import (
+    ALIASES,
+    CHECKPOINT_ONLY,
+    SOURCES,
+    TRAINER_ONLY,
+    UNKNOWN,
+    megatron_fields,
+    megatron_flags,
+)
 from vime.cli.vime_flags import vime_flags
 
 # Runs in a process of its own: importing megatron-core here would come before the trainer tests' own preparations.
@@ -63,7 +71,7 @@ def test_defaults_agree(real: dict[str, dict[str, Any]]) -> None:
 
 
 def test_types_agree(real: dict[str, dict[str, Any]]) -> None:
-    usable = [flag for flag in megatron_flags().values() if not flag.refusal and flag.group != "Model"]
+    usable = [flag for flag in megatron_flags().values() if not flag.refusal and flag.group in real]
     checked = 0
     for flag in {flag.key: flag for flag in reversed(usable)}.values():  # aliases come after the field's own flag
         python = real[flag.group][flag.key]
@@ -105,6 +113,10 @@ def test_megatron_core_s_own_notes_of_the_spelling_are_used() -> None:
 def test_names_of_megatron_training_are_no_fields_of_megatron_core(real: dict[str, dict[str, Any]]) -> None:
     fields = {name for cls in real.values() for name in cls}
     assert not {key for key, *_ in CHECKPOINT_ONLY.values()} & fields
+
+
+def test_what_only_the_trainer_reads_is_no_field_of_megatron_core(real: dict[str, dict[str, Any]]) -> None:
+    assert not {key for key, *_ in TRAINER_ONLY.values()} & {name for cls in real.values() for name in cls}
 
 
 def test_settings_of_vime_are_not_doubled() -> None:

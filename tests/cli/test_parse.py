@@ -120,12 +120,24 @@ def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: 
         ("--vllm-model", "--hf-checkpoint"),
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
         ("--vllm-seed", "--rollout-seed"),
+        ("--vllm-port", "a free port"),
+        ("--vllm-api-key", "vime makes a key"),
         ("--vllm-weight-transfer-config", "--update-weight-transport"),
     ],
 )
 def test_what_vime_owns_of_vllm_is_refused_with_what_to_use(flag: str, instead: str) -> None:
     problems = given(flag, "1").problems
     assert len(problems) == 1 and instead in problems[0]
+
+
+def test_whatever_the_launchers_refuse_is_refused_here_already() -> None:
+    from vime.engine.vllm.router import _OWNED
+    from vime.engine.vllm.server import OWNED_ARGUMENTS
+
+    catalogue = Catalogue()
+    for owner, owned in (("vllm", OWNED_ARGUMENTS), ("router", _OWNED)):
+        for name in owned:
+            assert catalogue.table(owner)[f"{owner}-{name.replace('_', '-')}"].refusal
 
 
 def test_vllm_values_are_typed() -> None:

@@ -67,7 +67,6 @@ def test_a_model_flag_that_agrees_with_the_checkpoint_is_fine(argv: list[str]) -
         (["--rotary-base", "10000"], "10000", "1000000"),
         (["--num-experts", "8"], "8", "None"),
         (["--normalization", "LayerNorm"], "LayerNorm", "RMSNorm"),
-        (["--make-vocab-size-divisible-by", "128"], "128", "100"),
     ],
 )
 def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
@@ -76,6 +75,30 @@ def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
     problems = problems_of([*argv, *words])
     assert len(problems) == 1 and words[0].replace("--no-", "--") in problems[0]
     assert said in problems[0] and real in problems[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tensor-model-parallel-size", "2"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--context-parallel-size", "2"],
+        ["--expert-model-parallel-size", "2"],
+        ["--sequence-parallel"],
+        ["--fp16"],
+        ["--hidden-dropout", "0.1"],
+    ],
+)
+def test_what_the_trainer_cannot_do_is_refused_before_it_starts(argv: list[str], words: list[str]) -> None:
+    problems = problems_of([*argv, *words])
+    assert len(problems) == 1 and problems[0].startswith(f"{words[0]} is ")
+
+
+def test_the_values_that_the_trainer_can_do_pass(argv: list[str]) -> None:
+    words = ["--tensor-model-parallel-size", "1", "--hidden-dropout", "0.0", "--no-rope-fusion", "--bf16"]
+    words += ["--expert-tensor-parallel-size", "1", "--make-vocab-size-divisible-by", "128"]
+    megatron = resolve([*argv, *words]).config.megatron
+    assert megatron["make_vocab_size_divisible_by"] == 128 and megatron["apply_rope_fusion"] is False
 
 
 def test_all_problems_come_at_once(argv: list[str]) -> None:

@@ -47,6 +47,7 @@ def problems(config: Config, **facts: Any) -> list[str]:
         "transports": ("shm", "disk"),
         "reward_names": ("exact_match", "math"),
         "shape": SHAPE,
+        "megatron_limits": {"context_parallel_size": (1, "why"), "expert_model_parallel_size": (1, "why")},
         "max_position_embeddings": 64,
     }
     return validate(config, Facts(**{**base, **facts}))
@@ -114,7 +115,10 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"cluster__rollout_num_gpus": 3, "cluster__rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus is 3"),
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
-        ({"megatron": {"lr": 1e-6, "context_parallel_size": 2}}, "--context-parallel-size is 2, but this version"),
+        (
+            {"megatron": {"lr": 1e-6, "context_parallel_size": 2}},
+            "--context-parallel-size is 2, but this version can only do 1: why",
+        ),
         ({"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}}, "--expert-model-parallel-size is 2, but"),
         ({"checkpoint__load": "/no/such"}, "--load /no/such: there is no such folder"),
         ({"checkpoint__save_hf": "a/{step}"}, "--save-hf a/{step}: only {rollout_id} is replaced"),

@@ -54,14 +54,15 @@ CHECKPOINT_ONLY: dict[str, tuple[str, str, Any, str]] = {
     "rotary-percent": ("rotary_percent", "float", ..., "part of each head that is rotated, 0 to 1"),
     "group-query-attention": ("group_query_attention", "bool", True, "fewer key-value heads than heads"),
     "vocab-size": ("vocab_size", "int", ..., "rows of the embedding"),
-    "make-vocab-size-divisible-by": ("make_vocab_size_divisible_by", "int", ..., "divisor of the embedding's rows"),
     "max-position-embeddings": ("max_position_embeddings", "int", ..., "positions the model was made for"),
 }
 
+TRAINER_ONLY = {
+    # Megatron-LM's name of what is no field of megatron-core's, but which vime's trainer reads: (key, kind, help)
+    "make-vocab-size-divisible-by": ("make_vocab_size_divisible_by", "int", "pad the embedding's rows to a multiple"),
+}
+
 _FIXED = {
-    "hidden_dropout": "vime trains without dropout: a log-prob must not depend on it",
-    "attention_dropout": "vime trains without dropout: a log-prob must not depend on it",
-    "calculate_per_token_loss": "vime weighs the loss itself; see --global-batch-size",
     "variable_seq_lengths": "vime always packs sequences of different lengths",
     "transformer_impl": "vime builds the layers itself, on torch",
     "test_mode": "it is for Megatron's own tests",
@@ -130,6 +131,10 @@ def megatron_flags() -> dict[str, Flag]:
             help=f"{text} (from the checkpoint; must agree with it)",
             group="Model",
             value=None if value is ... else value,
+        )
+    for name, (key, kind, text) in TRAINER_ONLY.items():
+        flags[name] = Flag(
+            name=name, owner="megatron", key=key, kind=kind, is_optional=False, help=text, group="Trainer"
         )
     return flags
 

@@ -18,6 +18,7 @@ _OWNED = {
     "worker_urls": "vime adds the engines it starts",
     "api_key": "vime makes a key for each run; a key here would be added to anonymous calls",
     "api_key_validation_urls": "vime makes a key for each run",
+    "mini_lb": "vime starts the router itself",
     "prometheus_host": "vime binds the metrics port where it binds the router",
 }
 _KINDS = {int: "int", float: "float", str: "str", bool: "bool"}

@@ -46,6 +46,14 @@ OWNED = {
     "runner": "always generate",
 }
 
+# Flags of vLLM's server, which are no engine arguments.
+_SERVER_OWNED = {
+    "host": "engines listen where vime reaches them (127.0.0.1 on one node)",
+    "port": "engines take a free port",
+    "api-key": "vime makes a key for each run and guards every path with it",
+    "middleware": "vime makes a key for each run and guards every path with it",
+}
+
 
 def vllm_flags() -> dict[str, Flag]:
     """Every engine argument of the installed vLLM, by flag name. Raises: ConfigError when vLLM cannot be read."""
@@ -65,6 +73,9 @@ def vllm_flags() -> dict[str, Flag]:
             group=row["group"],
             refusal=OWNED.get(row["key"], ""),
         )
+    for key, why in _SERVER_OWNED.items():
+        name = f"vllm-{key}"
+        flags.setdefault(name, Flag(name=name, owner="vllm", key=key, kind="str", group="Server", refusal=why))
     return flags
 
 

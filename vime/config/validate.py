@@ -36,6 +36,8 @@ class Facts:
     """Positions the checkpoint was made for."""
     shape_claims: tuple[tuple[str, str, Any], ...] = ()
     """Megatron flags that describe the model: (flag name, name in `shape`, value)."""
+    megatron_limits: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Megatron fields that the trainer runs at one value only: that value, and why."""
 
 
 def validate(config: Config, facts: Facts) -> list[str]:
@@ -49,7 +51,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _reward(config, facts.reward_names),
         _optimizer(config),
         _platform(config, facts),
-        refuse_parallelism_not_built_yet(config.megatron),
+        refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
         check_lengths(config, facts.max_position_embeddings),
         check_paths(config),
@@ -71,21 +73,19 @@ def training_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
 
 
-def refuse_parallelism_not_built_yet(megatron: Mapping[str, Any]) -> Iterator[str]:
-    """Everything but data parallelism, until the trainer has it."""
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-    ):
-        if (megatron.get(name) or 1) > 1:
-            flag = name.replace("_", "-")
-            yield f"--{flag} is {megatron[name]}, but this version trains data parallel only; leave it at 1"
-    if megatron.get("sequence_parallel"):
-        yield "--sequence-parallel needs tensor parallelism, and this version trains data parallel only; leave it out"
+def refuse_what_the_trainer_cannot_do(
+    megatron: Mapping[str, Any], limits: Mapping[str, tuple[Any, str]]
+) -> Iterator[str]:
+    """Megatron settings at another value than the one this version's trainer runs (parallelism but data-parallel).
+
+    Args:
+        megatron: what the user gave, by field name.
+        limits: field name -> (the one value that works, why), as the trainer states them.
+    """
+    for name, (value, reason) in limits.items():
+        given = megatron.get(name, value)
+        if given != value:
+            yield f"--{name.replace('_', '-')} is {given}, but this version can only do {value}: {reason}"
 
 
 def _required(config: Config) -> Iterator[str]:
@@ -283,6 +283,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
     if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
         yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
+    if megatron.get("make_vocab_size_divisible_by", 1) < 1:
+        yield f"--make-vocab-size-divisible-by is {megatron['make_vocab_size_divisible_by']}, but must be at least 1"
     if megatron.get("bf16") and megatron.get("fp16"):
         yield "--bf16 and --fp16 are both given; keep one"
 

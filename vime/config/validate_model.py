@@ -10,7 +10,7 @@ from vime.config import Config
 
 
 def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[str, str, Any], ...]) -> Iterator[str]:
-    """Flags that describe the model must agree with it, and parallel sizes must divide it.
+    """Flags that describe the model must agree with it, and an engine's devices must divide its heads.
 
     Args:
         shape: the checkpoint's architecture in Megatron's names; empty when it could not be read.
@@ -19,24 +19,12 @@ def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[st
     if not shape:
         return
     for flag, name, value in claims:
-        if name == "make_vocab_size_divisible_by":
-            if value < 1 or shape["vocab_size"] % value:
-                yield (
-                    f"--{flag} is {value}, but the checkpoint's vocabulary of {shape['vocab_size']} is not a multiple "
-                    "of it, and vime does not pad it; leave the flag out"
-                )
-        elif name in shape and not _same(value, shape[name]):
+        if name in shape and not _same(value, shape[name]):
             yield (
                 f"--{flag} says {value}, but the checkpoint {config.checkpoint.hf_checkpoint} has {shape[name]}; "
                 "leave the flag out: the checkpoint decides"
             )
-    heads, groups, layers = shape["num_attention_heads"], shape["num_query_groups"], shape["num_layers"]
-    tp = config.megatron.get("tensor_model_parallel_size") or 1
-    pp = config.megatron.get("pipeline_model_parallel_size") or 1
-    if tp > 1 and (heads % tp or max(groups, tp) % min(groups, tp)):
-        yield f"--tensor-model-parallel-size is {tp}, which does not divide {heads} heads and {groups} groups"
-    if pp > 1 and layers % pp:
-        yield f"--pipeline-model-parallel-size is {pp}, which does not divide the model's {layers} layers"
+    heads = shape["num_attention_heads"]
     size = config.cluster.rollout_num_gpus_per_engine
     if size > 1 and heads % size:
         yield f"--rollout-num-gpus-per-engine is {size}, which does not divide the model's {heads} attention heads"
