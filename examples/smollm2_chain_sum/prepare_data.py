@@ -3,8 +3,9 @@
     python examples/smollm2_chain_sum/prepare_data.py --out data/chain_sum
 
 One line holds `messages` (the prompt), `label` (the gold answer) and `metadata.entry` (what reasoning-gym's verifier
-reads). Each number of digits has the same share of both files. No held-out problem occurs in train, nor does the same
-sum with its terms swapped.
+reads). The prompt shows one solved problem, so that the model writes the equation out and ends there: README.md has
+what that is worth. Each number of digits has the same share of both files. No held-out problem occurs in train, nor
+does the same sum with its terms swapped; the solved problem is in neither.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 TASK = "chain_sum"
-INSTRUCTION = "Answer with just the number."
+INSTRUCTION = "Complete the equation."
+QUESTION = "State the final answer to the following arithmetic problem: {} ="  # as reasoning-gym words it
+EXAMPLE = ("8 + 5", "8 + 5 = 13")
 
 Entry = dict[str, Any]
 
@@ -40,8 +43,12 @@ def entries(seed: int, digits: tuple[int, int], num_terms: int = 2) -> Iterator[
 
 
 def problem_key(entry: Entry) -> str:
-    """The expression, with the terms of a plain sum sorted: "9 + 4" and "4 + 9" are one problem to hold out."""
-    expression: str = entry["metadata"]["expression"]
+    """What makes two entries the same problem: the expression, with the terms of a plain sum sorted."""
+    return expression_key(entry["metadata"]["expression"])
+
+
+def expression_key(expression: str) -> str:
+    """ "4 + 9" for "9 + 4"; a difference as it stands."""
     return expression if "-" in expression else " + ".join(sorted(expression.split(" + ")))
 
 
@@ -73,7 +80,8 @@ def split(digits: tuple[int, int], num_train: int, num_heldout: int, seed: int) 
                 f"num_heldout is {num_heldout}: {share} problems of {d} digits, more than half of the "
                 f"{num_problems(d)} there are; hold out at most {len(classes) * (num_problems(d) // 2)}"
             )
-    stream = entries(seed, digits)
+    shown = expression_key(EXAMPLE[0])
+    stream = (entry for entry in entries(seed, digits) if problem_key(entry) != shown)
     heldout: dict[str, Entry] = {}
     taken: Counter[int] = Counter()
     while len(heldout) < num_heldout:
@@ -95,7 +103,12 @@ def split(digits: tuple[int, int], num_train: int, num_heldout: int, seed: int) 
 
 def row(entry: Entry) -> dict[str, Any]:
     """One JSONL line: the prompt as chat messages, the gold answer, and the entry for the verifier."""
-    messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": entry["question"]}]
+    messages = [
+        {"role": "system", "content": INSTRUCTION},
+        {"role": "user", "content": QUESTION.format(EXAMPLE[0])},
+        {"role": "assistant", "content": EXAMPLE[1]},
+        {"role": "user", "content": entry["question"]},
+    ]
     return {"messages": messages, "label": entry["answer"], "metadata": {"entry": entry}}
 
 

@@ -59,6 +59,15 @@ def test_no_heldout_problem_occurs_in_train_not_even_with_its_terms_swapped(part
     assert prepare_data.problem_key(entry_of("9 - 4")) != prepare_data.problem_key(entry_of("4 - 9"))
 
 
+def test_the_problem_solved_in_the_prompt_is_in_neither_part_and_worded_like_the_others(parts):
+    train, heldout = parts
+    expression, answer = prepare_data.EXAMPLE
+    assert answer == f"{expression} = {result(expression)}"
+    for entry in (*train, *heldout):
+        assert entry["question"] == prepare_data.QUESTION.format(entry["metadata"]["expression"])
+        assert prepare_data.problem_key(entry) != prepare_data.expression_key(expression)
+
+
 def test_both_parts_have_equal_shares_of_each_number_of_digits(parts):
     for part in parts:
         assert sum(e["metadata"]["num_digits"] == 1 for e in part) == len(part) // 2
