@@ -55,7 +55,7 @@ def make_trainer(tmp_path):
 
     alive = []
 
-    def make(folder, *, writer=None, total_steps=100, megatron=(), **sections):
+    def make(folder, *, writer=None, total_steps=100, megatron=(), platform=CPU, **sections):
         while alive:
             alive.pop().close()
         config = Config(megatron={"lr": 1e-3, **dict(megatron)}, **sections)
@@ -63,7 +63,7 @@ def make_trainer(tmp_path):
         trainer = MegatronTrainer(
             config,
             hf_path=str(folder),
-            platform=CPU,
+            platform=platform,
             rank=0,
             world_size=1,
             init_method=f"file://{rendezvous}",

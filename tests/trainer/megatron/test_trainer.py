@@ -145,6 +145,15 @@ def test_bf16_stays_close_to_float32(model_folder, make_trainer, make_batch):
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.1)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_bf16_rounds_no_more_than_transformers_does(model_folder, make_trainer, make_batch, hf_log_probs, kind):
+    folder, model = model_folder(kind, dtype=torch.bfloat16)
+    batch = make_batch([40, 30, 50, 20] * 4)
+    ours, theirs = make_trainer(folder).log_probs(batch), hf_log_probs(model, batch)
+    exact = hf_log_probs(model.float(), batch)
+    assert np.nanmean(np.abs(ours - exact)) < 1.1 * np.nanmean(np.abs(theirs - exact))
+
+
 @pytest.mark.parametrize("column", ["advantages", "loss_weights"])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_folder, make_trainer, make_batch, column):
     folder, _ = model_folder()

@@ -6,6 +6,7 @@ they are computed a second time: 4 * C * V bytes instead of 4 * P * V.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,45 +45,83 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(log_probs)
+        entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        values = _fused(_values, hidden)
         for rows in _chunks(hidden.shape[0], chunk_size):
-            log_p = _log_softmax(hidden[rows], weight, temperature)
-            log_probs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = _entropy(log_p)
-        ctx.save_for_backward(hidden, weight, targets)
+            logits = hidden[rows] @ weight.t()
+            log_probs[rows], entropy[rows], log_z[rows] = values(logits, targets[rows], temperature)
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_z)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
-        d_log_probs, d_entropy = grads
+        hidden, weight, targets, entropy, log_z = ctx.saved_tensors
+        d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g for g in grads)
         d_hidden = torch.zeros_like(hidden)
         # float32, so that the sum over chunks loses no more than one matmul over all positions would.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        d_logits_of = _fused(_d_logits if grads[1] is not None else _d_logits_without_entropy, hidden)
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
-            log_p = _log_softmax(hidden[rows], weight, ctx.temperature)
-            d_logits = torch.zeros_like(log_p)
-            p = log_p.exp()
-            if d_entropy is not None:  # dH/dx_j = -p_j (log p_j + H)
-                d_logits -= d_entropy[rows, None] * p * (log_p + _entropy(log_p)[:, None])
-            if d_log_probs is not None:  # dlogp_t/dx_j = [j = t] - p_j
-                g = d_log_probs[rows, None]
-                d_logits.addcmul_(p, g, value=-1.0).scatter_add_(1, targets[rows, None], g)
-            d_logits = (d_logits / ctx.temperature).to(weight.dtype)
+            d_logits = d_logits_of(
+                hidden[rows] @ weight.t(),
+                targets[rows],
+                log_z[rows],
+                entropy[rows],
+                d_log_probs[rows],
+                d_entropy[rows],
+                ctx.temperature,
+            )
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.t() @ hidden[rows]
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[C, V] float32. The matmul is in the model's dtype, as in the engine; all after it in float32."""
-    return torch.log_softmax((hidden @ weight.t()).float() / temperature, -1)
+# Logits come in the model's dtype, as in the engine; everything after that is in float32. C rows of V columns.
 
 
-def _entropy(log_p: Tensor) -> Tensor:
-    return -(log_p.exp() * log_p).sum(-1)
+def _values(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Each [C] float32: the target's log-prob, the entropy, and log of the sum of exponentials."""
+    x = logits.float() / temperature
+    log_z = x.logsumexp(-1)
+    log_p = x - log_z[:, None]
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
+
+
+def _d_logits(
+    logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, g: Tensor, h: Tensor, temperature: float
+) -> Tensor:
+    """[C, V] gradient by the logits, from g [C] by the log-probs and h [C] by the entropy.
+
+    d log p_t / d x_j = [j = t] - p_j and d H / d x_j = -p_j (log p_j + H).
+    """
+    log_p = logits.float() / temperature - log_z[:, None]
+    d = -log_p.exp() * (g[:, None] + h[:, None] * (log_p + entropy[:, None]))
+    return (_add_at(d, targets, g) / temperature).to(logits.dtype)
+
+
+def _d_logits_without_entropy(
+    logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, g: Tensor, h: Tensor, temperature: float
+) -> Tensor:
+    """`_d_logits` with h = 0."""
+    p = (logits.float() / temperature - log_z[:, None]).exp()
+    return (_add_at(-g[:, None] * p, targets, g) / temperature).to(logits.dtype)
+
+
+def _add_at(d: Tensor, targets: Tensor, g: Tensor) -> Tensor:
+    """Add g at the targets; before rounding, because g - p g cancels where p is near 1. A comparison fuses, a scatter
+    does not."""
+    columns = torch.arange(d.shape[1], device=d.device)
+    return torch.where(columns == targets[:, None], d + g[:, None], d)
+
+
+def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """One or two passes over the logits on CUDA instead of seven; the CPU runs the function as it is."""
+    return _COMPILED[function] if like.is_cuda else function
+
+
+_COMPILED = {f: torch.compile(f, dynamic=True) for f in (_values, _d_logits, _d_logits_without_entropy)}
 
 
 def _chunks(n: int, size: int) -> list[slice]:

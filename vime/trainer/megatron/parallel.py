@@ -19,7 +19,7 @@ def start(*, backend: str, init_method: str, rank: int, world_size: int, timeout
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        distributed_timeout_minutes=timeout_minutes, create_gloo_process_groups=backend != "gloo"
+        distributed_timeout_minutes=timeout_minutes, create_gloo_process_groups=False
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

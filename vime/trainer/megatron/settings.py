@@ -14,38 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime.errors import ConfigError
 from vime.models import ModelSettings
+from vime.trainer.megatron.limits import FIXED, NO_FUSIONS
 
-# Kernels that only transformer-engine or apex have.
-_NO_FUSIONS = (
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-)
-# Field -> the only value that works today, and what to say of it.
-_FIXED: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel_size": (1, "ranks are data-parallel only"),
-    "pipeline_model_parallel_size": (1, "ranks are data-parallel only"),
-    "context_parallel_size": (1, "ranks are data-parallel only"),
-    "expert_model_parallel_size": (1, "ranks are data-parallel only"),
-    "virtual_pipeline_model_parallel_size": (None, "ranks are data-parallel only"),
-    "sequence_parallel": (False, "ranks are data-parallel only"),
-    "num_moe_experts": (None, "no mixture-of-experts family is supported"),
-    "mtp_num_layers": (None, "multi-token prediction is not trained"),
-    "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
-    "fp8": (None, "fp8 needs transformer-engine"),
-    "fp4": (None, "fp4 needs transformer-engine"),
-    "hidden_dropout": (0.0, "a log-prob must not depend on dropout"),
-    "attention_dropout": (0.0, "a log-prob must not depend on dropout"),
-    "calculate_per_token_loss": (True, "the loss weights hold every divisor; gradients are summed"),
-    "average_in_collective": (False, "the loss weights hold every divisor; gradients are summed"),
-    "overlap_param_gather": (False, "the output layer's weights are read before the gather would be waited for"),
-    "use_megatron_fsdp": (False, "the distributed optimizer shards instead"),
-    "use_custom_fsdp": (False, "the distributed optimizer shards instead"),
-    **{name: (False, "its kernel needs transformer-engine or apex") for name in _NO_FUSIONS},
-}
+# These are torch.compile's, which is worth its start-up time on CUDA only.
+_COMPILED_FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +50,7 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
     multiple = rest.pop("make_vocab_size_divisible_by", 1)
     dtype = _dtype(model, rest, problems)
     bf16 = dtype == torch.bfloat16
-    for name, (value, reason) in _FIXED.items():
+    for name, (value, reason) in FIXED.items():
         if name in rest and rest.pop(name) != value:
             problems.append(f"--{name.replace('_', '-')} {overrides[name]} is not supported: {reason}")
     known = {
@@ -102,7 +74,8 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
         "pipeline_dtype": dtype,
         "use_cpu_initialization": device_type == "cpu",
         "calculate_per_token_loss": True,
-        **dict.fromkeys(_NO_FUSIONS, False),
+        **dict.fromkeys(NO_FUSIONS, False),
+        **dict.fromkeys(_COMPILED_FUSIONS, device_type == "cuda"),
         **pick(TransformerConfig),
     }
     return MegatronSettings(

@@ -1,0 +1,54 @@
+"""The same trainer on one CUDA device: bf16 through the packed-sequence kernel, float32 through padded blocks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vime.config import AlgoConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = SimpleNamespace(name="cuda", device_type="cuda", collective_backend="nccl")
+LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+def test_log_probs_are_those_of_transformers(model_folder, make_trainer, make_batch, hf_log_probs, kind, dtype, bound):
+    folder, model = model_folder(kind, dtype=dtype)
+    batch = make_batch(LENGTHS, micro=3)
+    got, want = make_trainer(folder, platform=CUDA).log_probs(batch), hf_log_probs(model.float(), batch)
+    assert (np.isnan(got) == np.isnan(want)).all()
+    assert np.nanmax(np.abs(got - want)) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_offloads_resumes_and_learns(model_folder, make_trainer, make_batch, tmp_path, dtype):
+    folder, _ = model_folder(dtype=dtype)
+    batch = make_batch(LENGTHS, micro=3)
+    sft = {"algo": AlgoConfig(loss_type="sft_loss"), "megatron": {"lr": 1e-2}, "platform": CUDA}
+    trainer = make_trainer(folder, **sft)
+    losses = [trainer.train(batch)["train/loss"]]
+    before = torch.cuda.memory_allocated()
+    weights = sum(p.numel() * p.element_size() for p in trainer._policy.module.parameters())
+    trainer.offload()
+    assert before - torch.cuda.memory_allocated() > 3 * weights  # gradients and optimizer state leave too
+    trainer.onload()
+    losses += [trainer.train(batch)["train/loss"] for _ in range(4)]
+    trainer.save(tmp_path / "ck")
+    want = [trainer.train(batch)["train/loss"] for _ in range(6)]
+    assert losses[0] > losses[-1] > want[-1]
+    resumed = make_trainer(folder, **sft)
+    resumed.load(tmp_path / "ck")
+    assert resumed.train(batch)["train/loss"] == pytest.approx(want[0], rel=1e-5)
+
+
+def test_bf16_gradients_do_not_depend_on_micro_batches(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder(dtype=torch.bfloat16)
+    algo = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01)
+    norms = [
+        make_trainer(folder, platform=CUDA, algo=algo).train(make_batch(LENGTHS, micro=m))["train/grad_norm"]
+        for m in (None, 3, 1)
+    ]
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.02)
