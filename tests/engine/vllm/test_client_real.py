@@ -1,0 +1,163 @@
+"""The clients against a real engine behind a real router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.weight_sync.hf_trainer import HfTrainer
+from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.router import RouterProcess
+from vime.engine.vllm.server import EngineServer
+from vime.errors import EngineError
+from vime.protocols import Completion, GenerateRequest, SamplingParams
+from vime.weight_sync import disk
+
+pytestmark = pytest.mark.engine
+
+PROMPT = tuple(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def router(engine: EngineServer, run_key: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    process = RouterProcess(
+        [engine.url],
+        settings={"policy": "round_robin"},
+        key=run_key,
+        log_path=tmp_path_factory.mktemp("router") / "router.log",
+    )
+    process.start()
+    process.wait_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def control(engine: EngineServer, run_key: str) -> Iterator[VllmEngine]:
+    client = VllmEngine(engine.url, run_key)
+    yield client
+    client.close()
+
+
+def ask(request_id: str, **sampling: object) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, token_ids=PROMPT, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def generate(router: RouterProcess, engine: EngineServer, key: str, request: GenerateRequest) -> list[Completion]:
+    async def run() -> list[Completion]:
+        client = RouterClient(router.url, [engine.url], key)
+        try:
+            return await client.generate(request)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_of_the_sampling_temperature(
+    router: RouterProcess, engine: EngineServer, run_key: str, tiny_qwen3: Path, tmp_path: Path, temperature: float
+) -> None:
+    request = ask(f"t{temperature}", n=3, max_tokens=12, temperature=temperature, ignore_eos=True, seed=5)
+    completions = generate(router, engine, run_key, request)
+    model = HfTrainer(tiny_qwen3, disk.Writer(tmp_path)).model
+    import torch
+
+    assert len({c.token_ids for c in completions}) == 3  # one seed, yet three samples
+    for completion in completions:
+        ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        expected = log_probs.gather(-1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0].numpy()
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
+        assert completion.finish_reason == "length"
+        assert sum(span.end - span.start for span in completion.weight_versions) == 12
+
+
+def test_the_same_seed_gives_the_same_tokens(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
+    first, second = (
+        [c.token_ids for c in generate(router, engine, run_key, ask(f"s{i}", n=2, max_tokens=8, seed=11))]
+        for i in range(2)
+    )
+    assert first == second
+
+
+def test_a_stop_token_ends_a_response(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
+    greedy = generate(router, engine, run_key, ask("g", max_tokens=6, temperature=0.0, ignore_eos=True))[0]
+    stop = greedy.token_ids[3]
+    stopped = generate(
+        router, engine, run_key, ask("h", max_tokens=6, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+    )[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == greedy.token_ids[: greedy.token_ids.index(stop) + 1]
+
+
+def test_an_aborted_group_answers_with_what_it_has(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
+    async def run() -> list[Completion]:
+        client = RouterClient(router.url, [engine.url], run_key)
+        task = asyncio.create_task(client.generate(ask("to-abort", n=3, max_tokens=480, ignore_eos=True)))
+        while not task.done():
+            await asyncio.sleep(0.1)
+            await client.abort(["to-abort", "unknown"])
+        await client.aclose()
+        return await task
+
+    completions = asyncio.run(run())
+    assert [c.finish_reason for c in completions] == ["abort"] * 3
+    assert all(len(c.token_ids) == len(c.log_probs) < 480 for c in completions)
+
+
+def test_abort_of_one_request_leaves_the_others(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        client = RouterClient(router.url, [engine.url], run_key)
+        stays = asyncio.create_task(client.generate(ask("stays", max_tokens=120, ignore_eos=True)))
+        goes = asyncio.create_task(client.generate(ask("goes", max_tokens=480, ignore_eos=True)))
+        while not goes.done():
+            await asyncio.sleep(0.1)
+            await client.abort(["goes"])
+        result = await stays, await goes
+        await client.aclose()
+        return result
+
+    stays, goes = asyncio.run(run())
+    assert (stays[0].finish_reason, goes[0].finish_reason) == ("length", "abort")
+
+
+def test_a_refused_request_says_why(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
+    with pytest.raises(EngineError, match="400.*512"):
+        generate(
+            router,
+            engine,
+            run_key,
+            GenerateRequest(request_id="long", token_ids=(1,) * 600, sampling=SamplingParams()),
+        )
+
+
+def test_a_wrong_key_is_an_error(router: RouterProcess, engine: EngineServer) -> None:
+    with pytest.raises(EngineError, match="401"):
+        generate(router, engine, "wrong", ask("wrong-key"))
+
+
+def test_paused_requests_wait_and_go_on(engine: EngineServer, control: VllmEngine, run_key: str) -> None:
+    async def run() -> list[Completion]:
+        client = RouterClient(engine.url, [engine.url], run_key)
+        control.pause("keep")
+        task = asyncio.create_task(client.generate(ask("frozen", max_tokens=4, ignore_eos=True)))
+        done, _ = await asyncio.wait([task], timeout=0.5)
+        assert not done
+        control.resume()
+        completions = await task
+        await client.aclose()
+        return completions
+
+    assert len(asyncio.run(run())[0].token_ids) == 4
+
+
+def test_health_is_false_where_nobody_listens(run_key: str) -> None:
+    client = VllmEngine("http://127.0.0.1:9", run_key)
+    assert client.health() is False
+    client.close()
