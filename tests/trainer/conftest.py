@@ -1,12 +1,11 @@
 """Tiny random models written by transformers, batches, and a trainer that is closed after each test."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from vime.config import Config
+from vime.platform import get_platform
 from vime.types import TrainBatch
 
 SMALL = {
@@ -18,7 +17,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-CPU = SimpleNamespace(name="cpu", device_type="cpu", collective_backend="gloo")
+CPU = get_platform("cpu")
 
 
 def write_model(folder, kind, *, tied=True, dtype=torch.float32, seed=0):

@@ -6,12 +6,12 @@ FOLDER holds model/ and batches.pkl; the rank writes result-RANK.pkl.
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
 from vime.config import AlgoConfig, Config, RolloutConfig
 from vime.errors import TrainingError
+from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
 from vime.wire import BucketMessage
 
@@ -34,7 +34,7 @@ def main(rank, folder):
     trainer = MegatronTrainer(
         config,
         hf_path=str(folder / "model"),
-        platform=SimpleNamespace(device_type="cpu", collective_backend="gloo"),
+        platform=get_platform("cpu"),
         rank=rank,
         world_size=2,
         init_method=f"file://{folder / 'rendezvous'}",

@@ -14,19 +14,19 @@ import vime
 
 STEP = """
 import sys, warnings
-from types import SimpleNamespace
 warnings.simplefilter("ignore")
 from vime.trainer.megatron import cpu_shims
 if sys.argv[1] != "none":
     setattr(cpu_shims, sys.argv[1], lambda: None)
 import numpy as np
 from vime.config import Config
+from vime.platform import get_platform
 from vime.types import TrainBatch
 from vime.trainer.megatron.trainer import MegatronTrainer
 full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 t = MegatronTrainer(
     Config(megatron={"lr": 1e-3, **full}), hf_path=sys.argv[2], rank=0, world_size=1, total_steps=1, writer=None,
-    platform=SimpleNamespace(device_type="cpu", collective_backend="gloo"), init_method="file://" + sys.argv[3],
+    platform=get_platform("cpu"), init_method="file://" + sys.argv[3],
 )
 n = 6
 print(t.train(TrainBatch(

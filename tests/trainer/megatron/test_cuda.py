@@ -1,15 +1,14 @@
 """The same trainer on one CUDA device: bf16 through the packed-sequence kernel, float32 through padded blocks."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from vime.config import AlgoConfig
+from vime.platform import get_platform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CUDA = SimpleNamespace(name="cuda", device_type="cuda", collective_backend="nccl")
+CUDA = get_platform("cuda")
 LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]
 
 

@@ -66,7 +66,9 @@ def test_two_ranks_train_like_one_process(both, make_trainer):
         for got, want in zip(result["metrics"], one["metrics"], strict=True):
             for name in want:
                 if not name.startswith("perf/"):
-                    assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-7), name
+                    # A mean difference of two log-probs keeps only what float32 leaves of each.
+                    tolerance = 1e-6 if name in ("train/ppo_kl", "train/kl_loss") or "diff" in name else 1e-8
+                    assert got[name] == pytest.approx(want[name], rel=1e-5, abs=tolerance), name
     got, want = load_file(folder / "out" / "model.safetensors"), load_file(folder / "one" / "model.safetensors")
     assert got.keys() == want.keys()
     for name in want:

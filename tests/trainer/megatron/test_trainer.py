@@ -54,6 +54,15 @@ def test_gradients_are_those_of_transformers(model_folder, make_trainer, make_ba
             torch.testing.assert_close(step, p.grad / (p.grad.abs() + 1), atol=2e-4, rtol=1e-3, msg=name)
 
 
+def test_forward_micro_batches_may_be_larger_than_those_with_gradients(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder()
+    batch = make_batch(LENGTHS, micro=1)
+    want = make_trainer(folder).log_probs(batch)
+    for limit in (20, 1000):
+        trainer = make_trainer(folder, train=TrainConfig(log_probs_max_tokens_per_gpu=limit))
+        np.testing.assert_allclose(trainer.log_probs(batch), want, atol=1e-6)
+
+
 def test_scores_are_at_temperature_one_and_start_with_nan(model_folder, make_trainer, make_batch, hf_log_probs):
     folder, model = model_folder("llama")
     batch = make_batch([6, 3])

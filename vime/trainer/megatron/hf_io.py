@@ -100,6 +100,8 @@ def buckets(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[l
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:
     """Write an HF checkpoint: the source's config and tokenizer files, and the tensors as sharded safetensors.
 
+    config.json comes last, so a folder that has one is whole; an earlier export there is replaced.
+
     Args:
         tensors: as `hf_tensors` gives them.
         source: the checkpoint training started from.
@@ -107,15 +109,17 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
         dtype: the weights' dtype, noted in config.json.
     """
     target.mkdir(parents=True, exist_ok=True)
+    for old in (target / "config.json", target / _INDEX, *target.glob("model*.safetensors")):
+        old.unlink(missing_ok=True)
+    _write_shards(tensors, target)
     for path in source.iterdir():
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
-        if path.is_file() and not weights and not path.name.endswith(".index.json"):
+        if path.is_file() and not weights and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
     config = read_config(source)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _write_shards(tensors, target)
 
 
 def merge(parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vime.algo.mismatch import log_prob_abs_diff
 from vime.config import Config
+from vime.data.packing import plan_steps
 from vime.errors import ConfigError
 from vime.models import family_of
 from vime.platform.base import Platform
@@ -152,7 +153,9 @@ class MegatronTrainer:
         self, model: torch.nn.Module, batch: TrainBatch, wanted: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
-        mine = [micro for step in batch.steps for micro in step[parallel.dp_rank()] if micro]
+        mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
+        if limit := self._config.train.log_probs_max_tokens_per_gpu:
+            mine = _repack(mine, batch, limit)
         out = np.zeros(len(batch.tokens), dtype=np.float32)
         temperature = self._config.rollout.rollout_temperature
         self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature, out)
@@ -327,6 +330,14 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         parallel.stop()
+
+
+def _repack(micro_batches: Sequence[tuple[int, ...]], batch: TrainBatch, max_tokens: int) -> list[tuple[int, ...]]:
+    """The same samples in micro-batches of another size: without gradients, more tokens fit."""
+    samples = [i for micro in micro_batches for i in micro]
+    lengths = [int(batch.lengths[i]) for i in samples]
+    plans = plan_steps(lengths, samples, global_batch_size=len(samples), dp_size=1, max_tokens=max_tokens)
+    return [tuple(samples[j] for j in micro) for micro in plans[0][0]]
 
 
 @contextmanager
