@@ -1,0 +1,165 @@
+"""The generate client against a server that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from vime.engine.vllm import client as client_module
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.versions import KNOWN
+from vime.errors import EngineError
+from vime.protocols import GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest(request_id="r-1", token_ids=(1,), sampling=SamplingParams(), session_id="s-1")
+ANSWER = {
+    "choices": [
+        {
+            "index": 0,
+            "token_ids": [5],
+            "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]},
+            "finish_reason": "length",
+            "weight_versions": [{"version": "2", "start": 0, "end": 1}],
+        }
+    ]
+}
+
+
+def run(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    body: Callable[[RouterClient], Awaitable[Any]],
+    minor: int = 32,
+) -> Any:
+    async def inner() -> Any:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        url = f"http://127.0.0.1:{port}"
+        client = RouterClient(url, [url, url], "key", KNOWN[0, minor])
+        try:
+            return await body(client)
+        finally:
+            await client.aclose()
+            await runner.cleanup()
+
+    return asyncio.run(inner())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.001)
+
+
+def test_no_healthy_engine_right_now_is_tried_again_and_counted() -> None:
+    seen: list[web.Request] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append(request)
+        return web.json_response(ANSWER) if len(seen) > 2 else web.Response(status=503)
+
+    async def body(client: RouterClient) -> Any:
+        return await client.generate(REQUEST), client.counters
+
+    (completion,), counters = run(handler, body)
+    assert completion.token_ids == (5,)
+    assert counters == {"requests": 1, "retries": 2, "unavailable_answers": 2}
+    headers = seen[-1].headers
+    assert (headers["Authorization"], headers["X-Request-Id"], headers["X-Session-Id"]) == ("Bearer key", "r-1", "s-1")
+
+
+def test_a_connection_that_breaks_is_tried_again() -> None:
+    count = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count += 1
+        if count == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(ANSWER)
+
+    async def body(client: RouterClient) -> Any:
+        await client.generate(REQUEST)
+        return client.counters["connection_failures"]
+
+    assert run(handler, body) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 422, 500])
+def test_other_failures_are_told_at_once(status: int) -> None:
+    count = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count += 1
+        return web.json_response({"error": {"message": "the prompt is too long"}}, status=status)
+
+    with pytest.raises(EngineError, match=f"{status}: the prompt is too long"):
+        run(handler, lambda client: client.generate(REQUEST))
+    assert count == 1
+
+
+def test_retries_end() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503, text="no worker")
+
+    with pytest.raises(EngineError, match="failed 6 times, last with status 503: no worker"):
+        run(handler, lambda client: client.generate(REQUEST))
+
+
+def test_an_abort_goes_to_every_engine_by_the_id_vllm_knows() -> None:
+    bodies: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return web.json_response({"status": "aborted"})
+
+    async def body(client: RouterClient) -> None:
+        await client.abort(["a", "b"])
+        await client.abort([])  # an empty list would abort everything
+
+    run(handler, body)
+    assert bodies == [{"request_ids": ["generate-tokens-a", "generate-tokens-b"]}] * 2
+
+
+def test_an_old_engine_and_a_sync_in_between_is_refused() -> None:
+    async def body(client: RouterClient) -> Any:
+        async def handler_side() -> None:
+            await asyncio.sleep(0.05)
+            client.note_version(4)
+
+        client.note_version(3)
+        assert (await client.generate(REQUEST))[0].weight_versions[0].version == 3
+        changer = asyncio.create_task(handler_side())
+        try:
+            return await client.generate(REQUEST)
+        finally:
+            await changer
+
+    count = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count += 1
+        if count == 2:
+            await asyncio.sleep(0.2)
+        return web.json_response(ANSWER)
+
+    with pytest.raises(EngineError, match="from version 3 to 4"):
+        run(handler, body, minor=26)
+
+
+def test_one_client_serves_one_loop_after_the_other() -> None:
+    client = RouterClient("http://127.0.0.1:9", ["http://127.0.0.1:9"], "key", KNOWN[0, 32])
+    for _ in range(2):
+        with pytest.raises(EngineError, match="failed 6 times"):
+            asyncio.run(client.generate(REQUEST))
+    assert client.counters["requests"] == 2

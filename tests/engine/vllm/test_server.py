@@ -1,0 +1,160 @@
+"""Command line and environment of an engine; processes that end. No vLLM is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.engine.vllm.processes import free_port, log_tail, stop_process
+from vime.engine.vllm.server import EngineServer, flags_from_arguments
+from vime.engine.vllm.versions import KNOWN
+from vime.errors import ConfigError, EngineDead, EngineError
+
+
+def server(
+    tmp_path: Path, minor: int = 32, environment: dict[str, str] | None = None, **arguments: Any
+) -> EngineServer:
+    return EngineServer(
+        "/models/tiny",
+        arguments=arguments,
+        environment=environment or {},
+        key="run-key",
+        log_path=tmp_path / "logs" / "engine.log",
+        adapter=KNOWN[0, minor],
+    )
+
+
+def test_arguments_become_flags() -> None:
+    arguments = {
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "quantization": None,
+        "hf_overrides": {"rope": 1},
+        "allowed_origins": ["a", "b"],
+    }
+    assert flags_from_arguments(arguments) == [
+        *("--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--hf-overrides", '{"rope": 1}', "--allowed-origins", "a", "b"),
+    ]
+
+
+def test_the_command_line_has_what_vime_owns_and_no_key(tmp_path: Path) -> None:
+    command = server(tmp_path, dtype="float32").command(1234)
+    assert command[1:3] == ["-m", "vime.engine.vllm.launch"]
+    for flag, value in {
+        "--model": "/models/tiny",
+        "--port": "1234",
+        "--host": "127.0.0.1",
+        "--dtype": "float32",
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": '{"backend": "vime"}',
+        "--worker-extension-cls": "vime.engine.vllm.worker_ext.WorkerExtension",
+        "--middleware": "vime.engine.vllm.middleware.RunKeyMiddleware",
+    }.items():
+        assert command[command.index(flag) + 1] == value
+    assert "run-key" not in " ".join(command)
+
+
+def test_only_the_release_that_has_the_flag_gets_it(tmp_path: Path) -> None:
+    assert "--enable-scale-out" in server(tmp_path, 32).command(1)
+    assert "--enable-scale-out" not in server(tmp_path, 26).command(1)
+
+
+def test_arguments_vime_owns_are_refused_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        server(tmp_path, logprobs_mode="raw_logprobs", api_key="x", max_model_len=5)
+    assert len(caught.value.problems) == 2
+    assert "--vllm-logprobs-mode cannot be set: log-probs must be" in caught.value.problems[0]
+
+
+def test_the_environment_carries_the_key_and_opens_the_control_routes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "other")
+    environment = server(tmp_path, environment={"TORCHDYNAMO_DISABLE": "1"}).child_environment()
+    assert environment["VIME_RUN_KEY"] == "run-key"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert "VLLM_API_KEY" not in environment
+
+
+def test_an_engine_that_was_not_started_has_no_address(tmp_path: Path) -> None:
+    engine = server(tmp_path)
+    assert not engine.is_alive()
+    with pytest.raises(EngineError, match="not started"):
+        _ = engine.url
+    engine.stop()
+
+
+def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = [sys.executable, "-c", "print('no room for the KV cache'); raise SystemExit(3)"]
+    monkeypatch.setattr(EngineServer, "command", lambda self, port: program)
+    engine = server(tmp_path)
+    engine.start()
+    with pytest.raises(EngineDead, match=r"exit code 3(.|\n)*no room for the KV cache"):
+        engine.wait_ready(30)
+    with pytest.raises(EngineError, match="already started"):
+        engine.start()
+    engine.stop()
+
+
+def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"]
+    monkeypatch.setattr(EngineServer, "command", lambda self, port: program)
+    engine = server(tmp_path)
+    engine.start()
+    seen: list[str] = []
+    with pytest.raises(EngineError, match="was not ready after 1 s"):
+        engine.wait_ready(1.0, lambda seconds, line: seen.append(line))
+    assert engine.is_alive() and seen
+    engine.stop()
+    assert not engine.is_alive()
+
+
+def test_stopping_ends_children_that_ignore_the_signal() -> None:
+    child = (
+        "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    parent = f"import subprocess,sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    stop_process(process, 5.0)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("a child outlived stop_process")
+
+
+def test_a_launched_server_ends_when_its_owner_is_gone() -> None:
+    program = "from vime.engine.vllm.launch import end_with_owner; end_with_owner(); import time; time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == -15
+
+
+def test_the_end_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert log_tail(log, 3) == ""
+    log.write_text("\n".join(map(str, range(100_000))))
+    assert log_tail(log, 2) == "99998\n99999"
+
+
+def test_a_free_port_can_be_bound() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
