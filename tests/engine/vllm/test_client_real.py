@@ -128,7 +128,7 @@ def test_abort_of_one_request_leaves_the_others(router: RouterProcess, engine: E
 
 
 def test_a_refused_request_says_why(router: RouterProcess, engine: EngineServer, run_key: str) -> None:
-    with pytest.raises(EngineError, match="400.*512"):
+    with pytest.raises(EngineError, match=r"400.*512"):
         generate(
             router,
             engine,

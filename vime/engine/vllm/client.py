@@ -54,8 +54,8 @@ class VllmEngine:
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             timeout=timeout_s,
-            # vLLM's server closes a connection after an error and after 5 idle seconds, which a reused one finds out too
-            # late; control calls are few, so each gets its own.
+            # vLLM's server closes a connection after an error and after 5 idle seconds, which a reused one finds out
+            # too late; control calls are few, so each gets its own.
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 

@@ -1,0 +1,168 @@
+"""The order of a weight sync, on fakes: who is called when, and what an error leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vime.errors import EngineDead, WeightSyncError
+from vime.protocols import Completion, ProbeResult
+from vime.types import VersionSpan
+from vime.weight_sync.plan import WeightSync
+from vime.wire import BucketMessage
+
+
+class FakeEngine:
+    """Notes what it is asked; fails at the step named by `fail_at`."""
+
+    def __init__(self, log: list[str], name: str, fail_at: str = "") -> None:
+        self.log, self.name, self.fail_at = log, name, fail_at
+        self.log_prob = -1.0
+        self.unfit: str | None = None
+
+    def _note(self, step: str) -> None:
+        self.log.append(f"{self.name} {step}")
+        if step == self.fail_at:
+            raise WeightSyncError(f"{step} failed on tensor x")
+
+    def pause(self, mode: str = "keep") -> None:
+        self._note(f"pause {mode}")
+
+    def begin_weights(self, version: int, transport: str, names: Sequence[str]) -> None:
+        self._note(f"begin {version} {transport} {','.join(names)}")
+
+    def receive(self, bucket: BucketMessage) -> None:
+        self._note(f"receive {bucket.index}")
+
+    def commit(self, version: int) -> None:
+        self._note(f"commit {version}")
+
+    def resume(self) -> None:
+        self._note("resume")
+
+    def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
+        self._note("probe")
+        completion = Completion(
+            token_ids=(7, 8),
+            log_probs=(self.log_prob, self.log_prob),
+            finish_reason="length",
+            weight_versions=(VersionSpan(1, 0, 2),),
+        )
+        return ProbeResult(tuple(tuple(p) for p in prompts), (completion,) * len(prompts))
+
+    def mark_unfit(self, reason: str) -> None:
+        self.unfit = reason
+
+
+class FakeTrainer:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.scored: list[tuple[int, ...]] = []
+
+    def weight_names(self) -> list[str]:
+        return ["x", "y"]
+
+    def weights(self, version: int) -> Iterator[BucketMessage]:
+        for index in range(2):
+            self.log.append(f"write {index}")
+            yield BucketMessage(version, index, (), 10, {})
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray[Any, Any]]:
+        self.scored += [tuple(s) for s in sequences]
+        return [np.array([np.nan, *([-1.0] * (len(s) - 1))], dtype=np.float32) for s in sequences]
+
+
+def make(num_engines: int = 1, interval: int = 0, **engine: Any) -> tuple[WeightSync, list[str], list[FakeEngine], Any]:
+    log: list[str] = []
+    trainer = FakeTrainer(log)
+    engines = [FakeEngine(log, f"e{i}", **engine) for i in range(num_engines)]
+    sync = WeightSync(
+        trainer,  # type: ignore[arg-type]
+        engines,  # type: ignore[arg-type]
+        transport="shm",
+        probe_prompts=[(1, 2, 3)],
+        probe_interval=interval,
+        probe_tolerance=1e-4,
+    )
+    return sync, log, engines, trainer
+
+
+def test_the_order_of_a_sync() -> None:
+    sync, log, _, trainer = make(interval=1)
+    assert sync.publish() == sync.version == 1
+    assert log == [
+        *("e0 pause keep", "e0 begin 1 shm x,y", "write 0", "e0 receive 0", "write 1", "e0 receive 1"),
+        *("e0 commit 1", "e0 resume", "e0 probe"),
+    ]
+    assert trainer.scored == [(1, 2, 3, 7, 8)]
+    assert sync.metrics["weight_sync/bytes"] == 20
+    assert sync.metrics["weight_sync/probe_abs_diff_max"] == 0
+    assert sync.publish() == 2
+
+
+def test_every_engine_has_a_bucket_before_the_next_is_written() -> None:
+    sync, log, _, _ = make(num_engines=3)
+    sync.publish()
+    writes = [log.index("write 0"), log.index("write 1")]
+    assert {f"e{i} receive 0" for i in range(3)} == set(log[writes[0] + 1 : writes[1]])
+    assert log.index("write 0") > max(i for i, entry in enumerate(log) if "begin" in entry)
+
+
+def test_the_probe_comes_first_and_then_every_nth_time_or_when_asked_for() -> None:
+    sync, log, _, _ = make(interval=3)
+    probed = []
+    for number in range(6):
+        if number == 4:
+            sync.request_probe()
+        log.clear()
+        sync.publish()
+        probed.append("e0 probe" in log)
+    assert probed == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("step", ["pause keep", "begin 1 shm x,y", "receive 1", "commit 1", "resume"])
+def test_an_error_names_step_and_engine_and_the_version_does_not_count(step: str) -> None:
+    sync, log, _, _ = make(num_engines=2, fail_at=step)
+    with pytest.raises(WeightSyncError, match=r"engine 0.*failed on tensor x; engine 1"):
+        sync.publish()
+    assert sync.version == 0
+    if step != "resume":
+        assert not [entry for entry in log if "resume" in entry]
+
+
+def test_a_dead_engine_is_a_failed_sync_with_its_cause() -> None:
+    sync, _, engines, _ = make(num_engines=2)
+
+    def dead(bucket: BucketMessage) -> None:
+        raise EngineDead("the process is gone")
+
+    engines[1].receive = dead  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="bucket 0: engine 1: the process is gone") as caught:
+        sync.publish()
+    assert isinstance(caught.value.__cause__, EngineDead)
+
+
+def test_a_probe_that_differs_fails_the_sync_and_marks_every_engine() -> None:
+    sync, _, engines, _ = make(num_engines=2, interval=1)
+    engines[1].log_prob = -1.01
+    with pytest.raises(WeightSyncError, match=r"probe of version 1 failed on engine 1.*0\.01"):
+        sync.publish()
+    assert sync.version == 0
+    assert all(engine.unfit for engine in engines)
+
+
+def test_without_engines_or_without_prompts_to_probe_with_there_is_no_sync() -> None:
+    with pytest.raises(ValueError, match="at least one engine"):
+        make(num_engines=0)
+    with pytest.raises(ValueError, match="no prompts"):
+        WeightSync(
+            FakeTrainer([]),  # type: ignore[arg-type]
+            [FakeEngine([], "e")],  # type: ignore[list-item]
+            transport="shm",
+            probe_prompts=[],
+            probe_interval=5,
+            probe_tolerance=1e-4,
+        )
