@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,8 @@ class CpuPlatform:
             )
         elif not {"avx2", "avx512f"} & cpu_flags():
             problems.append("this processor has neither AVX2 nor AVX512, and vLLM's CPU build needs one of them")
+        if shutil.which("lscpu") is None:
+            problems.append("lscpu was not found, and vLLM's CPU build calls it; install util-linux")
         if self.total_memory_bytes() < _MIN_MEMORY_BYTES:
             problems.append(
                 f"this machine has {self.total_memory_bytes() / _GIB:.1f} GiB of memory; "

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vime.engine.vllm.processes import free_port, log_tail, stop_process
+from vime.engine.vllm.processes import free_port, log_errors, log_tail, stop_process
 from vime.engine.vllm.server import EngineServer, flags_from_arguments
 from vime.engine.vllm.versions import KNOWN
 from vime.errors import ConfigError, EngineDead, EngineError
@@ -151,6 +151,14 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
     assert log_tail(log, 3) == ""
     log.write_text("\n".join(map(str, range(100_000))))
     assert log_tail(log, 2) == "99998\n99999"
+
+
+def test_the_exceptions_a_log_reports_come_first_and_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "INFO up\nERROR ValueError: no room\nValueError: no room\n" + "at\n" * 99 + "RuntimeError: see above\n"
+    )
+    assert log_errors(log, 5) == "ValueError: no room\nRuntimeError: see above"
 
 
 def test_a_free_port_can_be_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import vime
 
 _TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): .{1,500}")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -39,6 +41,12 @@ def log_tail(path: Path, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def log_errors(path: Path, lines: int) -> str:
+    """The first few distinct exceptions a log reports: the root cause stands long before the end."""
+    found = (match.group(0) for match in _EXCEPTION.finditer(path.read_text(errors="replace")))
+    return "\n".join(list(dict.fromkeys(found))[:lines])
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_s: float) -> None:

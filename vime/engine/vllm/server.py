@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm import middleware
-from vime.engine.vllm.processes import free_port, import_path, log_tail, stop_process
+from vime.engine.vllm.processes import free_port, import_path, log_errors, log_tail, stop_process
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
 from vime.engine.vllm.weight_names import TRANSFER_BACKEND
 from vime.errors import ConfigError, EngineDead, EngineError
@@ -194,7 +194,8 @@ class EngineServer:
         if not self.is_alive():
             code = self._process.returncode if self._process else None
             raise EngineDead(
-                f"the vLLM server ended with exit code {code}; end of {self.log_path}:\n{log_tail(self.log_path, 40)}"
+                f"the vLLM server ended with exit code {code}; it reported:\n{log_errors(self.log_path, 5)}\n"
+                f"end of {self.log_path}:\n{log_tail(self.log_path, 20)}"
             )
 
     def stop(self, grace_s: float = 15.0) -> None:

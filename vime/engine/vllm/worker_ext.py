@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 TRANSPORTS = ("shm", "disk")  # vime.weight_sync.<name>.Reader; a name from outside this tuple is never imported
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass
 class SyncInit(WeightTransferInitInfo):
@@ -119,12 +121,25 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
                 raise WeightSyncError(f"bucket {message.index}: {problem}")
             with self._vllm_context():
                 loaded = self.model.load_weights(tensors)  # type: ignore[operator]
-            if loaded is None:
-                raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
-            self._loaded_parameters |= loaded
+                if loaded is None:
+                    raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
+                self._loaded_parameters |= loaded | self._load_tied_head(dict(tensors))
         except Exception as error:
             self.broken = str(error)
             raise
+
+    def _load_tied_head(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """Load the input embedding into an output head that is a layer of its own but tied to it (vLLM's Llama).
+
+        The reload untied the two when it restored both layers for loading, and load_weights skips a tied head.
+        Returns: the parameters loaded.
+        """
+        embedding = tensors.get(_EMBEDDING)
+        if embedding is None or _HEAD not in self._parameters or not self.model_config.hf_config.tie_word_embeddings:
+            return set()
+        head: Any = self.model.get_parameter(_HEAD)
+        head.weight_loader(head, embedding)
+        return {_HEAD}
 
     def finish_weight_update(self) -> None:
         """Close the sync: every name came once, every parameter was loaded. Raises: WeightSyncError."""
