@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vime.errors import ConfigError
 from vime.models import Kind, ModelSettings, NameMap, Names
-from vime.wire import aligned
 
 MAX_SHARD_BYTES = 5 << 30
 _INDEX = "model.safetensors.index.json"
@@ -80,21 +79,6 @@ def hf_tensors(module: torch.nn.Module, names: NameMap, model: ModelSettings) ->
         if name in _VOCABULARY:
             tensor = tensor[: model.vocab_size]
         yield from zip(entry.hf, split(tensor, entry, model), strict=True)
-
-
-def buckets(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Runs of tensors of at most `max_bytes` together, as the wire lays them out; a larger tensor is alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in tensors:
-        num_bytes = aligned(tensor.numel() * tensor.element_size())
-        if bucket and filled + num_bytes > max_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, tensor))
-        filled += num_bytes
-    if bucket:
-        yield bucket
 
 
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:

@@ -88,9 +88,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return {}
 
 
-def uses_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """True where torch has an attention kernel for packed sequences: FlashAttention's, on CUDA in half precision."""
-    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def uses_varlen_kernel(device_type: str, dtype: torch.dtype, head_width: int) -> bool:
+    """True where torch has an attention kernel for packed sequences: FlashAttention's, on CUDA in half precision.
+
+    It takes head widths that are multiples of 8, up to 256.
+    """
+    fits = head_width % 8 == 0 and head_width <= 256
+    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

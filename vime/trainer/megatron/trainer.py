@@ -36,7 +36,7 @@ from vime.trainer.megatron import (
     train_step,
 )
 from vime.types import Metrics, PolicyVersion, TrainBatch
-from vime.wire import BucketMessage
+from vime.wire import BucketMessage, make_buckets
 
 NOT_A_NUMBER = np.float32("nan")
 
@@ -106,7 +106,9 @@ class MegatronTrainer:
         self._layout = packing.Layout(
             inv_freq=model.inverse_frequencies(self._model, device),
             dtype=self._settings.dtype,
-            padded=not layers.uses_varlen_kernel(self._platform.device_type, self._settings.dtype),
+            padded=not layers.uses_varlen_kernel(
+                self._platform.device_type, self._settings.dtype, self._model.transformer["kv_channels"]
+            ),
         )
 
     def _build_reference(self) -> torch.nn.Module:
@@ -270,7 +272,7 @@ class MegatronTrainer:
         A bucket is valid until the next is asked for. All ranks must iterate to the end.
         """
         limit = self._config.sync.update_weight_buffer_size
-        for index, bucket in enumerate(hf_io.buckets(self._hf_tensors(), limit)):
+        for index, bucket in enumerate(make_buckets(self._hf_tensors(), limit)):
             yield self._writer.write(bucket, version, index) if self._writer is not None else None
 
     def weight_names(self) -> list[str]:
