@@ -7,7 +7,7 @@ holds it, and loads it. Messages are plain JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,32 @@ def checksum(tensor: torch.Tensor) -> int:
         mixed = mixed ^ (mixed >> 29)
         total += int(mixed.sum())
     return total % (1 << 64)
+
+
+def make_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Cut a stream of (HF name, tensor) into runs of at most `max_bytes`, in the stream's order.
+
+    A tensor larger than `max_bytes` gets a bucket of its own. Each bucket's list is emptied when the next is asked for,
+    so that gathered tensors can be freed.
+
+    Raises: ValueError if `max_bytes` is not positive.
+    """
+    if max_bytes <= 0:
+        raise ValueError(f"a bucket of {max_bytes} bytes holds nothing; give a positive size")
+    bucket: list[tuple[str, torch.Tensor]] = []
+    filled = 0
+    for name, tensor in tensors:
+        num_bytes = aligned(tensor.numel() * tensor.element_size())
+        if bucket and filled + num_bytes > max_bytes:
+            yield bucket
+            bucket.clear()
+            filled = 0
+        bucket.append((name, tensor))
+        filled += num_bytes
+    if bucket:
+        yield bucket
 
 
 def duplicate_names(names: Iterable[str]) -> list[str]:

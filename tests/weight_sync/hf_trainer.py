@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from vime.protocols import BucketWriter
-from vime.weight_sync.buckets import make_buckets
-from vime.wire import BucketMessage
+from vime.wire import BucketMessage, make_buckets
 
 Named = tuple[str, torch.Tensor]
 

@@ -157,6 +157,13 @@ def test_paused_requests_wait_and_go_on(engine: EngineServer, control: VllmEngin
     assert len(asyncio.run(run())[0].token_ids) == 4
 
 
+def test_an_engine_sleeps_wakes_and_generates_as_before(control: VllmEngine) -> None:
+    before = control.probe([PROMPT], 6)
+    control.sleep(1)
+    control.wake()
+    assert control.probe([PROMPT], 6) == before
+
+
 def test_health_is_false_where_nobody_listens(run_key: str) -> None:
     client = VllmEngine("http://127.0.0.1:9", run_key)
     assert client.health() is False

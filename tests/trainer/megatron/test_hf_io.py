@@ -95,9 +95,3 @@ def test_a_folder_without_safetensors_is_refused(model_folder, make_trainer):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither model"):
         make_trainer(folder)
-
-
-def test_buckets_hold_every_tensor_once_and_stay_below_their_size():
-    tensors = [(f"t{i}", torch.zeros(n)) for i, n in enumerate([100, 5, 300, 16, 16, 16])]
-    got = list(hf_io.buckets(iter(tensors), 512))
-    assert [[n for n, _ in b] for b in got] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"]]

@@ -77,7 +77,8 @@ class VllmEngine:
 
     def sleep(self, level: int = 1) -> None:
         """Free device memory. level 1: weights go to host memory; 2: weights are dropped."""
-        self._expect(self._post("/sleep", params={"level": level}), "status", "sleeping")
+        self._post("/sleep", params={"level": level})
+        self._expect(self._get("/is_sleeping"), "is_sleeping", True)  # 0.26 answers /sleep with an empty body
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Take device memory again; all of it, or only "weights" or "kv_cache"."""
