@@ -62,3 +62,19 @@ def test_without_one_group_it_fails(model_folder, tmp_path, group):
     folder, _ = model_folder()
     done = one_step(folder, tmp_path / "r", group)
     assert done.returncode != 0, f"{group} is no longer needed"
+
+
+def test_transformers_loads_a_model_rightly_after_the_shims(model_folder):
+    folder, _ = model_folder()
+    program = """
+import sys
+import vime.trainer.megatron.trainer  # as in a run: torch's compiler is loaded by megatron-core, before the shims
+from vime.trainer.megatron import cpu_shims
+cpu_shims.install()
+from transformers import AutoModelForCausalLM
+frequencies = AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.rotary_emb.inv_freq
+assert frequencies[0] == 1 and (frequencies[1:] < frequencies[:-1]).all() and (frequencies > 0).all(), frequencies
+"""
+    root = str(Path(vime.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

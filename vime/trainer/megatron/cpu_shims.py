@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _MARK = "__vime_cpu__"
@@ -64,6 +65,9 @@ def _factories() -> None:
 
         return wrapper
 
+    # `with torch.device(...)` keeps the set of factories it redirects from its first use on. Fill it while the names
+    # are torch's own: else transformers' from_pretrained leaves buffers uninitialised, rotary frequencies among them.
+    torch.utils._device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like"):
         _put(torch, name, on_cpu(getattr(torch, name)))
     _put(torch.Tensor, "cuda", lambda self, *a, **k: self)
