@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vime.loop.cadence import Cadence
+from vime.loop.cadence import Cadence, StopRule
 from vime.loop.recorder import Recorder
 from vime.loop.sync import Stages, run_sync
 from vime.observability.progress import RunProgress
@@ -60,11 +60,17 @@ class World:
 
 
 def run(
-    world: World, folder: Path, cadence: Cadence, *, start: int = 0, eval_before: bool = True
+    world: World,
+    folder: Path,
+    cadence: Cadence,
+    *,
+    start: int = 0,
+    eval_before: bool = True,
+    stop: StopRule | None = None,
 ) -> list[dict[str, Any]]:
     writer = JsonlWriter(folder / "metrics.jsonl")
     recorder = Recorder(RunFolder(folder), RunProgress(cadence.num_rollout), writer)
-    run_sync(world.stages(), cadence, recorder, start=start, eval_before=eval_before)
+    run_sync(world.stages(), cadence, recorder, start=start, eval_before=eval_before, stop=stop or StopRule())
     writer.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -85,6 +91,13 @@ def test_each_rollout_is_generated_by_the_weights_trained_on_the_one_before(tmp_
         "publish v2",
         "evaluate 1 at v2",
     ]
+
+
+def test_a_run_that_stops_early_evaluates_and_saves_at_its_end(tmp_path: Path) -> None:
+    world = World()
+    stop = StopRule("rollout/raw_reward", above=0.5, window=2)
+    run(world, tmp_path, Cadence(9, evaluates=True, saves=True), eval_before=False, stop=stop)
+    assert world.calls[-4:] == ["train batch 1", "save 1", "publish v2", "evaluate 1 at v2"]
 
 
 def test_a_resumed_run_publishes_before_it_generates(tmp_path: Path) -> None:

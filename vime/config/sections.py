@@ -148,6 +148,10 @@ class TrainConfig:
     lr_decay_iters: int | None = setting(None, "optimizer steps of the schedule; default: all of the run")
     lr_warmup_iters: int = setting(0, "optimizer steps of linear warm-up")
     lr_warmup_init: float = setting(0.0, "learning rate the warm-up starts from")
+    stop_metric: str | None = setting(None, "end training early by this metric, such as train/loss")
+    stop_below: float | None = setting(None, "end when its mean over --stop-window rollouts is at most this")
+    stop_above: float | None = setting(None, "end when its mean over --stop-window rollouts is at least this")
+    stop_window: int = setting(10, "rollouts that --stop-metric is averaged over")
     seed: int = setting(1234, "seed of training")
     distributed_timeout_minutes: int = setting(10, "collectives that take longer fail")
 

@@ -18,6 +18,16 @@ def _is_sft(c: Config) -> bool:
 _RULES: tuple[Rule, ...] = (
     (("rollout.num_epoch",), lambda c: c.rollout.num_rollout is not None, "--num-rollout counts; give one of them"),
     (("algo.kl_loss_type", "checkpoint.ref_load"), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
+    (
+        ("train.stop_below", "train.stop_above", "train.stop_window"),
+        lambda c: c.train.stop_metric is None,
+        "add --stop-metric, such as train/loss",
+    ),
+    (
+        ("train.stop_metric",),
+        lambda c: c.train.stop_below is None and c.train.stop_above is None,
+        "add --stop-below or --stop-above",
+    ),
     (("train.lr_warmup_init",), lambda c: c.train.lr_warmup_iters == 0, "add --lr-warmup-iters"),
     (
         ("train.lr_decay_iters",),

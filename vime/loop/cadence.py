@@ -1,8 +1,12 @@
-"""When to evaluate and when to save."""
+"""When to evaluate, when to save, and when to stop."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from vime.errors import TrainingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +22,46 @@ class Cadence:
     evaluates: bool = False
     saves: bool = False
 
-    def eval_due(self, rollout_id: int) -> bool:
-        """Whether to evaluate after this rollout was trained on."""
-        return self.evaluates and self._due(rollout_id, self.eval_interval)
+    def is_last(self, rollout_id: int) -> bool:
+        """Whether the run ends with this rollout by its number."""
+        return rollout_id + 1 == self.num_rollout
 
-    def save_due(self, rollout_id: int) -> bool:
+    def eval_due(self, rollout_id: int, *, last: bool) -> bool:
+        """Whether to evaluate after this rollout was trained on; `last`: the run ends with it."""
+        return self.evaluates and self._due(rollout_id, self.eval_interval, last)
+
+    def save_due(self, rollout_id: int, *, last: bool) -> bool:
         """Whether to write a checkpoint after this rollout was trained on."""
-        return self.saves and self._due(rollout_id, self.save_interval)
+        return self.saves and self._due(rollout_id, self.save_interval, last)
 
-    def _due(self, rollout_id: int, interval: int | None) -> bool:
-        if rollout_id + 1 == self.num_rollout:
-            return True
-        return interval is not None and (rollout_id + 1) % interval == 0
+    @staticmethod
+    def _due(rollout_id: int, interval: int | None, last: bool) -> bool:
+        return last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+class StopRule:
+    """Ends a run early: when the mean of a metric over the last `window` rollouts crosses a bound.
+
+    Args:
+        metric: its name; None never stops.
+        below, above: the bounds; None is no bound.
+        window: rollouts to average over; fewer than that never stop.
+    """
+
+    def __init__(
+        self, metric: str | None = None, *, below: float | None = None, above: float | None = None, window: int = 1
+    ) -> None:
+        self._metric, self._below, self._above = metric, below, above
+        self._values: deque[float] = deque(maxlen=window)
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Take one rollout's metrics and say whether to stop. Raises: TrainingError if they lack the metric."""
+        if self._metric is None:
+            return False
+        if self._metric not in metrics:
+            raise TrainingError(f"--stop-metric {self._metric} is not among the metrics: {', '.join(sorted(metrics))}")
+        self._values.append(metrics[self._metric])
+        if len(self._values) < (self._values.maxlen or 0):
+            return False
+        mean = sum(self._values) / len(self._values)
+        return (self._below is not None and mean <= self._below) or (self._above is not None and mean >= self._above)

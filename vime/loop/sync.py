@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vime.loop.cadence import Cadence
+from vime.loop.cadence import Cadence, StopRule
 from vime.loop.recorder import Recorder
 from vime.protocols import Trainer
 from vime.types import Group, Metrics, PolicyVersion, RolloutResult, TrainBatch
@@ -46,8 +46,10 @@ class Stages:
     save: Callable[[int], object]
 
 
-def run_sync(stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int, eval_before: bool) -> None:
-    """Train on rollouts start … cadence.num_rollout - 1.
+def run_sync(
+    stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int, eval_before: bool, stop: StopRule
+) -> None:
+    """Train on rollouts start … cadence.num_rollout - 1, or until `stop` says so.
 
     Raises: whatever a stage raises; nothing is retried here and no step is skipped in silence.
     """
@@ -68,12 +70,15 @@ def run_sync(stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int
             with step.stage("train"):
                 train_metrics = stages.trainer.train(batch)
             step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
-            if cadence.save_due(rollout_id):
+            last = cadence.is_last(rollout_id) or stop.reached(step.metrics)
+            if cadence.save_due(rollout_id, last=last):
                 with step.stage("save_model"):
                     stages.save(rollout_id)
             with step.stage("update_weights"):
                 version = stages.publisher.publish()
                 step.add(stages.publisher.metrics)
-            if cadence.eval_due(rollout_id):
+            if cadence.eval_due(rollout_id, last=last):
                 with step.stage("eval"):
                     step.add(stages.rollout.evaluate(rollout_id))
+        if last:
+            return

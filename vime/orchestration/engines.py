@@ -12,6 +12,7 @@ from vime.config import Config
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead
+from vime.orchestration import sizes
 from vime.orchestration.placement import Layout
 from vime.orchestration.workers import start_engine_workers
 from vime.platform.base import Platform
@@ -44,6 +45,7 @@ class EngineFleet:
         self._workers = start_engine_workers(layout, placement_group, platform)
         arguments = {
             **platform.engine_arguments(hf_config, max_model_len),
+            "dtype": sizes.dtype_name(config, hf_config),
             "tensor_parallel_size": config.cluster.rollout_num_gpus_per_engine,
             "seed": config.data.rollout_seed,
             **config.vllm,

@@ -25,7 +25,7 @@ from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
 from vime.errors import EngineError
 from vime.loop.batch import make_train_batch
-from vime.loop.cadence import Cadence
+from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import load_checkpoint, save_checkpoint
 from vime.loop.recorder import Recorder
 from vime.loop.sync import Publisher, Stages, run_sync
@@ -232,7 +232,7 @@ def _resume(plan: _Run, trainer: TrainerGroup, source: DataBuffer) -> int:
 
 
 def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> None:
-    config = plan.config
+    config, train = plan.config, plan.config.train
     evaluates = plan.generates and bool(config.eval.eval_prompt_data)
     cadence = Cadence(
         num_rollout,
@@ -248,7 +248,12 @@ def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> None:
     recorder = Recorder(plan.folder, plan.progress, writer, keep_rollouts=not config.log.no_save_rollouts)
     try:
         run_sync(
-            stages, cadence, recorder, start=start, eval_before=evaluates and not config.eval.skip_eval_before_train
+            stages,
+            cadence,
+            recorder,
+            start=start,
+            eval_before=evaluates and not config.eval.skip_eval_before_train,
+            stop=StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window),
         )
     finally:
         writer.close()

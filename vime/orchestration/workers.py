@@ -57,6 +57,9 @@ class TrainerWorker:
 
     def setup(self, address: str) -> None:
         """Join the other ranks and build the model. Called once, on all ranks at the same time."""
+        from vime.trainer.megatron.known_warnings import silence
+
+        silence()
         from vime.trainer.megatron.trainer import MegatronTrainer
 
         self._trainer = MegatronTrainer(

@@ -17,6 +17,8 @@ from vime.types import PolicyVersion, VersionSpan
 
 FINISH_REASONS = frozenset({"stop", "length", "abort"})
 INITIAL_VERSION_LABEL = "default"  # vLLM's name for the weights it was started with
+# RequestOutputKind.FINAL_ONLY: otherwise 0.26 answers a request for several samples with those that ended last.
+_FINAL_ONLY = 2
 _MISSING_LOG_PROB = -9999.0  # vLLM writes this where it has none, or NaN
 
 
@@ -32,6 +34,7 @@ def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
         "logprobs": 0,  # the sampled token's alone
+        "output_kind": _FINAL_ONLY,
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
