@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from vime.observability.metrics import TRAIN_PARTS
 from vime.types import Metrics
 
+_STEP_LINE_S = 1.0  # rollouts faster than this do not each get a line
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
 _EVAL_DETAIL = re.compile(r"-(truncated_ratio|failed_ratio|reward_\w+|response_len/\w+|pass@\d+|num_\w+)$")
@@ -23,7 +24,8 @@ class RunProgress:
     """Says what the run is doing. Use as a context manager; call `stage` at each stage and `step` after each rollout.
 
     On a terminal the current stage and a bar stay at the bottom while a line per rollout scrolls by. Elsewhere (a log
-    file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds.
+    file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds. Rollouts
+    that take less than a second share a line, but the first, the last and those with an evaluation get their own.
 
     Args:
         num_rollout: rollouts of the run; 0 until `expect` says it.
@@ -37,7 +39,7 @@ class RunProgress:
         self._num_rollout = num_rollout
         self._console = console if console is not None else Console(highlight=False, soft_wrap=True)
         self._clock = clock
-        self._last_line = -float("inf")
+        self._last_line = self._last_step_line = -float("inf")
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if self._console.is_terminal:
@@ -83,7 +85,10 @@ class RunProgress:
         """Print the line of a finished rollout."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=rollout_id + 1)
-        self.message(step_line(rollout_id, self._num_rollout, metrics))
+        special = rollout_id + 1 == self._num_rollout or any(name.startswith("eval/") for name in metrics)
+        if special or self._clock() - self._last_step_line >= _STEP_LINE_S:
+            self._last_step_line = self._clock()
+            self.message(step_line(rollout_id, self._num_rollout, metrics))
 
 
 def step_line(rollout_id: int, num_rollout: int, metrics: Metrics) -> str:

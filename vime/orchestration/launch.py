@@ -109,10 +109,10 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         transport=sizes.transport_name(config, platform.transports) if generates else None,
     )
     with ExitStack() as stack:
-        progress.stage("starting Ray")
+        progress.message("starting Ray")
         stack.enter_context(ray_cluster(config.cluster, platform, plan.layout))
         group = create_placement_group(platform, plan.layout)
-        progress.stage("starting trainer and engines" if generates else "starting the trainer")
+        progress.message("starting trainer and engines" if generates else "starting the trainer")
         fleet = _start_fleet(plan, platform, group, stack) if generates else None
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
         source = DataBuffer(
@@ -140,7 +140,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, start, stack)
         _loop(plan, stages, start, num_rollout)
         if config.checkpoint.save_hf is not None:
-            progress.stage("writing the HF checkpoint")
+            progress.message(f"writing the HF checkpoint to {config.checkpoint.save_hf}")
             trainer.export_hf(Path(config.checkpoint.save_hf.format(rollout_id=num_rollout - 1)))
 
 
