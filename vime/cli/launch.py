@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     folder = RunFolder(path)
     folder.write_config({"settings": config, "origin": resolved.origin})
     folder.write_versions()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end cleanly, as with ctrl-C
     try:
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")

@@ -48,9 +48,10 @@ class Stages:
 
 def run_sync(
     stages: Stages, cadence: Cadence, recorder: Recorder, *, start: int, eval_before: bool, stop: StopRule
-) -> None:
+) -> int:
     """Train on rollouts start … cadence.num_rollout - 1, or until `stop` says so.
 
+    Returns: the last rollout that was trained on; `start - 1` if there was nothing to do.
     Raises: whatever a stage raises; nothing is retried here and no step is skipped in silence.
     """
     with recorder.setup(start) as setup:
@@ -81,4 +82,5 @@ def run_sync(
                 with step.stage("eval"):
                     step.add(stages.rollout.evaluate(rollout_id))
         if last:
-            return
+            return rollout_id
+    return start - 1

@@ -14,7 +14,7 @@ from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead
 from vime.orchestration import sizes
 from vime.orchestration.placement import Layout
-from vime.orchestration.workers import start_engine_workers
+from vime.orchestration.workers import start_engine_workers, wait_all
 from vime.platform.base import Platform
 
 
@@ -68,8 +68,8 @@ class EngineFleet:
 
         Raises: EngineDead with the end of the engine's log.
         """
-        urls: list[str] = ray.get(self._starts)
-        ray.get([w.wait_ready.remote(timeout_s) for w in self._workers])
+        urls: list[str] = wait_all({start: f"engine {i}" for i, start in enumerate(self._starts)})
+        wait_all({w.wait_ready.remote(timeout_s): f"engine {i}" for i, w in enumerate(self._workers)})
         self.engines = [VllmEngine(url, self._key) for url in urls]
         self._router = RouterProcess(
             urls, key=self._key, settings=self._config.router, log_path=self._log_dir / "router.log"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from transformers import AutoTokenizer
 
 from vime.config import Config
@@ -23,7 +22,7 @@ from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
-from vime.errors import EngineError
+from vime.errors import EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import load_checkpoint, save_checkpoint
@@ -133,15 +132,21 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             transport=plan.transport,
         )
         stack.callback(trainer.close)
-        trainer_ready = trainer.start()
+        trainer.start()
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-        ray.get(trainer_ready)
+        trainer.wait_ready()
         start = _resume(plan, trainer, source)
         stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, start, stack)
-        _loop(plan, stages, start, num_rollout)
+        try:
+            last = _loop(plan, stages, start, num_rollout)
+        except (EngineError, WeightSyncError):
+            if fleet is not None:
+                fleet.check_alive()  # a dead engine is the better explanation
+            raise
         if config.checkpoint.save_hf is not None:
-            progress.message(f"writing the HF checkpoint to {config.checkpoint.save_hf}")
-            trainer.export_hf(Path(config.checkpoint.save_hf.format(rollout_id=num_rollout - 1)))
+            exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
+            progress.message(f"writing the HF checkpoint to {exported}")
+            trainer.export_hf(exported)
 
 
 def _start_fleet(plan: _Run, platform: Any, group: Any, stack: ExitStack) -> EngineFleet:
@@ -182,7 +187,6 @@ def _build_stages(
         load_eval_sets(config, tokenizer),
         load_hook(path, _ROLLOUT_PARAMETERS),
         load_hook(config.rollout.eval_function_path or path, _ROLLOUT_PARAMETERS),
-        check=fleet.check_alive if fleet is not None else None,
     )
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
@@ -231,7 +235,7 @@ def _resume(plan: _Run, trainer: TrainerGroup, source: DataBuffer) -> int:
     return start
 
 
-def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> None:
+def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
     config, train = plan.config, plan.config.train
     evaluates = plan.generates and bool(config.eval.eval_prompt_data)
     cadence = Cadence(
@@ -247,7 +251,7 @@ def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> None:
     writer = MultiWriter(*writers)
     recorder = Recorder(plan.folder, plan.progress, writer, keep_rollouts=not config.log.no_save_rollouts)
     try:
-        run_sync(
+        return run_sync(
             stages,
             cadence,
             recorder,

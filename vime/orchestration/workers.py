@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.config import Config
+from vime.errors import TrainingError, VimeError
 from vime.orchestration.placement import Layout
 from vime.platform import get_platform
 from vime.platform.base import Platform
@@ -96,8 +98,28 @@ class TrainerWorker:
         return False, None
 
 
+def wait_all(calls: Mapping[Any, str]) -> list[Any]:
+    """The results of Ray calls, in order; the first that fails raises at once, while others may still run.
+
+    Args: calls: object reference -> who was asked, in words for the error.
+    Raises: TrainingError if the actor's process is gone; the error itself, as raised there, if the call failed.
+    """
+    pending = list(calls)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        try:
+            ray.get(done)
+        except RayActorError as error:
+            raise TrainingError(f"{calls[done[0]]}: its process died ({error})") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, VimeError):
+                raise error.cause from error
+            raise
+    return list(ray.get(list(calls)))
+
+
 class TrainerGroup:
-    """All training ranks behind one handle that satisfies `Trainer`."""
+    """All training ranks behind one handle that satisfies `Trainer`. Ranks that died, or wait for one, are killed."""
 
     def __init__(
         self,
@@ -110,6 +132,8 @@ class TrainerGroup:
         total_steps: int,
         transport: str | None,
     ) -> None:
+        self._setups: list[Any] = []
+        self._is_usable = False
         world = len(layout.trainer_devices)
         share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
         claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
@@ -132,13 +156,26 @@ class TrainerGroup:
             for rank, d in enumerate(layout.trainer_devices)
         ]
 
-    def start(self) -> Any:
-        """Begin to set up all ranks; returns what `ray.get` waits on."""
-        address = ray.get(self._workers[0].free_address.remote())
-        return [w.setup.remote(address) for w in self._workers]
+    def start(self) -> None:
+        """Begin to set up all ranks; `wait_ready` waits for them."""
+        (address,) = self._wait([self._workers[0].free_address.remote()])
+        self._setups = [w.setup.remote(address) for w in self._workers]
+
+    def wait_ready(self) -> None:
+        """Block until every rank has its model. Raises: ConfigError for what cannot be trained."""
+        self._wait(self._setups)
+        self._is_usable = True
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return list(ray.get([w.call.remote(method, *args) for w in self._workers]))
+        return self._wait([w.call.remote(method, *args) for w in self._workers])
+
+    def _wait(self, references: Sequence[Any]) -> list[Any]:
+        try:
+            return wait_all({reference: f"training rank {rank}" for rank, reference in enumerate(references)})
+        except BaseException:
+            # The others may be inside a collective that never ends.
+            self._is_usable = False
+            raise
 
     def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
         """See `Trainer`."""
@@ -157,9 +194,9 @@ class TrainerGroup:
 
     def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
         """See `Trainer`."""
-        ray.get([w.begin_weights.remote(version) for w in self._workers])
+        self._wait([w.begin_weights.remote(version) for w in self._workers])
         while True:
-            there, message = ray.get([w.next_bucket.remote() for w in self._workers])[0]
+            there, message = self._wait([w.next_bucket.remote() for w in self._workers])[0]
             if not there:
                 return
             yield message
@@ -190,8 +227,11 @@ class TrainerGroup:
         self._all("onload")
 
     def close(self) -> None:
-        """End the ranks: shared memory and process groups are released."""
-        ray.get([w.call.remote("close") for w in self._workers], timeout=30)
+        """End the ranks: shared memory and process groups are released where the ranks still answer."""
+        if self._is_usable:
+            self._all("close")
+        for worker in self._workers:
+            ray.kill(worker)
 
 
 class EngineWorker:

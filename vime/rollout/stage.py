@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vime.errors import EngineError
 from vime.protocols import DataSource, RolloutContext
 from vime.types import Metrics, RolloutResult
 
@@ -18,7 +17,6 @@ class RolloutStage:
         source: the training prompts.
         eval_source: the held-out sets, as the evaluation's rollout function expects them.
         generate_function, eval_function: `(context, rollout_id, data_source, engines, evaluation=False)`.
-        check: called when one of them failed; raises the better error if an engine's process is gone.
     """
 
     def __init__(
@@ -28,26 +26,15 @@ class RolloutStage:
         eval_source: Any,
         generate_function: Callable[..., RolloutResult],
         eval_function: Callable[..., RolloutResult],
-        *,
-        check: Callable[[], None] | None = None,
     ) -> None:
         self._context, self._source, self._eval_source = context, source, eval_source
-        self._generate, self._evaluate, self._check = generate_function, eval_function, check
+        self._generate, self._evaluate = generate_function, eval_function
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """The groups to train on."""
-        return self._call(self._generate, rollout_id, self._source)
+        return self._generate(self._context, rollout_id, self._source, self._context.engines)
 
     def evaluate(self, rollout_id: int) -> Metrics:
         """Metrics of the held-out sets."""
-        return self._call(self._evaluate, rollout_id, self._eval_source, evaluation=True).metrics
-
-    def _call(
-        self, function: Callable[..., RolloutResult], rollout_id: int, source: Any, **kwargs: Any
-    ) -> RolloutResult:
-        try:
-            return function(self._context, rollout_id, source, self._context.engines, **kwargs)
-        except EngineError:
-            if self._check is not None:
-                self._check()
-            raise
+        engines = self._context.engines
+        return self._evaluate(self._context, rollout_id, self._eval_source, engines, evaluation=True).metrics

@@ -1,0 +1,70 @@
+"""A tiny character model and addition problems, and `train.py` run as users run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/`, `data/train.jsonl` and `data/heldout.jsonl`."""
+    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+    from problems import write_problems
+
+    folder = tmp_path_factory.mktemp("task")
+    write_problems(folder / "data", seed=0)
+    command = [sys.executable, "-m", "vime.cli.main", "init-model", str(folder / "model"), "--seed", "0"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def grpo_flags(task: Path) -> list[str]:
+    """Flags of a GRPO run of seconds; everything but its length and folder."""
+    return [
+        *("--config", "examples/quickstart/grpo.yaml", "--platform", "cpu", "--hf-checkpoint", str(task / "model")),
+        *("--prompt-data", str(task / "data" / "train.jsonl")),
+        *("--eval-prompt-data", "heldout", str(task / "data" / "heldout.jsonl")),
+        *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--max-tokens-per-gpu", "512"),
+        *("--rm-type", "math", "--lr", "1e-3", "--lr-warmup-iters", "0", "--weight-probe-interval", "1"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def start_train() -> Callable[..., subprocess.Popen[str]]:
+    """A function (*flags) that starts train.py in a process group of its own, output piped."""
+
+    def start(*flags: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "train.py", *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_train(start_train: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
+    """A function (*flags) that runs train.py to its end and gives its output; any exit code but 0 fails the test."""
+
+    def run(*flags: str) -> str:
+        process = start_train(*flags)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return output
+
+    return run

@@ -1,0 +1,119 @@
+"""What happens when something dies: a clear end, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+class Running:
+    """A train.py with its output so far, and every process it ever started."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines = process, list[str]()
+        self.seen: dict[int, psutil.Process] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def note_processes(self) -> None:
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        self.seen |= {p.pid: p for p in children}
+
+    def wait_for(self, text: str, timeout_s: float = 240) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            self.note_processes()
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
+            time.sleep(0.2)
+
+    def find(self, word: str) -> psutil.Process:
+        self.note_processes()
+        found = [p for p in self.seen.values() if p.is_running() and word in " ".join(p.cmdline())]
+        assert found, f"no process with {word} on its command line"
+        return found[0]
+
+    def end(self, timeout_s: float = 120) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that outlive the run by more than some seconds."""
+        deadline = time.monotonic() + 20
+        while alive := [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            if time.monotonic() > deadline:
+                return [" ".join(p.cmdline())[:120] for p in alive]
+            time.sleep(0.5)
+        return []
+
+
+@pytest.fixture
+def running(
+    start_train: Callable[..., subprocess.Popen[str]], grpo_flags: list[str], tmp_path: Path
+) -> Callable[..., Running]:
+    def start(*flags: str) -> Running:
+        return Running(
+            start_train(
+                *grpo_flags, "--run-dir", str(tmp_path), "--num-rollout", "500", "--skip-eval-before-train", *flags
+            )
+        )
+
+    return start
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..., Running]) -> None:
+    run = running()
+    run.wait_for("rollout   2/500")
+    run.find("vime.engine.vllm.launch").kill()
+    assert run.end() == 1
+    assert "EngineDead" in run.output and "engine_0.log" in run.output, run.output
+    assert run.left_behind() == []
+
+
+def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[..., Running]) -> None:
+    run = running()
+    run.wait_for("rollout   2/500")
+    run.find("TrainerWorker").kill()
+    assert run.end() == 1
+    assert "training rank 0" in run.output, run.output
+    assert run.left_behind() == []
+
+
+def test_interrupting_ends_every_process(running: Callable[..., Running]) -> None:
+    run = running()
+    run.wait_for("rollout   2/500")
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end() == 130, run.output
+    assert run.left_behind() == []
+
+
+def test_a_killed_driver_leaves_no_engine_behind(running: Callable[..., Running]) -> None:
+    run = running()
+    run.wait_for("rollout   1/500")
+    run.note_processes()
+    run.process.kill()
+    run.end()
+    assert run.left_behind() == []
