@@ -86,7 +86,7 @@ def running(
 
 def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..., Running]) -> None:
     run = running()
-    run.wait_for("rollout   2/500")
+    run.wait_for("rollout   1/500")
     run.find("vime.engine.vllm.launch").kill()
     assert run.end() == 1
     assert "EngineDead" in run.output and "engine_0.log" in run.output, run.output
@@ -95,7 +95,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..
 
 def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[..., Running]) -> None:
     run = running()
-    run.wait_for("rollout   2/500")
+    run.wait_for("rollout   1/500")
     run.find("TrainerWorker").kill()
     assert run.end() == 1
     assert "training rank 0" in run.output, run.output
@@ -104,7 +104,7 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
 
 def test_interrupting_ends_every_process(running: Callable[..., Running]) -> None:
     run = running()
-    run.wait_for("rollout   2/500")
+    run.wait_for("rollout   1/500")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end() == 130, run.output
     assert run.left_behind() == []
