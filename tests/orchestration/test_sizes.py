@@ -27,6 +27,16 @@ def test_epochs_are_rounded_up_to_whole_rollouts() -> None:
         sizes.number_of_rollouts(config(num_epoch=2), None)
 
 
+def test_engines_serve_in_the_dtype_that_the_trainer_trains_in() -> None:
+    for megatron, checkpoint, want in (
+        ({}, {"dtype": "bfloat16"}, "bfloat16"),
+        ({}, {}, "float32"),
+        ({"bf16": True}, {"dtype": "float32"}, "bfloat16"),
+        ({"bf16": False}, {"dtype": "bfloat16"}, "float32"),
+    ):
+        assert sizes.dtype_name(Config(megatron=megatron), checkpoint) == want, (megatron, checkpoint)
+
+
 def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
     assert sizes.probe_tolerance(config(), {"dtype": "float32"}) == 1e-4
     assert sizes.probe_tolerance(config(), {"torch_dtype": "bfloat16"}) == 0.25

@@ -8,24 +8,21 @@ from typing import Any
 
 from vime.config import Config
 from vime.errors import ConfigError
-
-# The largest log-prob difference a right weight sync shows between engine and trainer: rounding, amplified by depth.
-_PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.1}
+from vime.weight_sync.verify import DEFAULT_TOLERANCE
 
 
 def dtype_name(config: Config, hf_config: Mapping[str, Any]) -> str:
-    """ "float32", "bfloat16" or "float16": what the model is trained and served in."""
-    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if config.megatron.get(flag):
-            return name
-    name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    return str(name)
+    """What the model is trained and served in: "float32" or "bfloat16"."""
+    bf16 = config.megatron.get("bf16")
+    if bf16 is not None:
+        return "bfloat16" if bf16 else "float32"  # as the trainer reads --bf16 and --no-bf16
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
     """Nats; --weight-probe-tolerance or the dtype's."""
     wanted = config.sync.weight_probe_tolerance
-    return wanted if wanted is not None else _PROBE_TOLERANCE[dtype_name(config, hf_config)]
+    return wanted if wanted is not None else DEFAULT_TOLERANCE[dtype_name(config, hf_config)]
 
 
 def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:

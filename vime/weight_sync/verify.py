@@ -16,7 +16,8 @@ from vime.errors import WeightSyncError
 from vime.protocols import ProbeResult
 
 PROBE_TOKENS = 64  # greedy tokens per prompt
-DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+# The largest log-prob difference of a right weight sync: rounding, amplified by depth.
+DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
