@@ -44,7 +44,7 @@ def test_values_that_follow_from_others_are_filled_in(argv: list[str]) -> None:
     assert config.train.global_batch_size == 8
     assert config.algo.eps_clip_high == 0.3
     assert config.rollout.rollout_max_context_len == 512
-    assert config.rollout.over_sampling_batch_size == 4
+    assert config.rollout.over_sampling_batch_size is None, "else each replaced group would start a whole batch"
     assert config.sync.update_weight_transport in ("shm", "disk")
     assert config.eval.eval_temperature == 1.0
     assert config.cluster.rollout_num_gpus == 1

@@ -166,7 +166,6 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     fill("sync", "update_weight_transport", platform.transports[0], PLATFORM)
     fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
     fill("rollout", "rollout_max_context_len", int(model.get("max_position_embeddings") or 2048), CHECKPOINT)
-    fill("rollout", "over_sampling_batch_size", rollout.rollout_batch_size)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     fill("train", "global_batch_size", samples // (config.train.num_steps_per_rollout or 1))
     fill("algo", "eps_clip_high", algo.eps_clip)

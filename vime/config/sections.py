@@ -65,7 +65,7 @@ class RolloutConfig:
     start_rollout_id: int | None = setting(None, "number of the first rollout; default: 0, or where --load stopped")
     rollout_batch_size: int = setting(0, "prompts per rollout (required)")
     n_samples_per_prompt: int = setting(1, "samples per prompt: the group size")
-    over_sampling_batch_size: int | None = setting(None, "prompts asked for at a time; default: --rollout-batch-size")
+    over_sampling_batch_size: int | None = setting(None, "prompts asked for at a time; default: as many as are missing")
     rollout_function_path: str = setting(
         "vime.rollout.vllm_rollout.generate_rollout", "dotted path of the rollout function"
     )
