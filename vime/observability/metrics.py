@@ -44,7 +44,6 @@ rollout/truncated | ratio | trajectories trained on that a length limit cut off
 rollout/masked_ratio | ratio | samples without a single trainable token; they keep their place in the average with weight 0
 rollout/truncated_ratio | ratio | generated samples that a length limit cut off
 rollout/failed_ratio | ratio | generated samples that failed
-rollout/aborted_ratio | ratio | generated samples that were stopped from outside
 rollout/reward_<verdict> | ratio | generated samples whose grading ended without a judgement, by verdict
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`

@@ -59,7 +59,6 @@ class RolloutStats:
         for name, status in (
             ("truncated_ratio", SampleStatus.TRUNCATED),
             ("failed_ratio", SampleStatus.FAILED),
-            ("aborted_ratio", SampleStatus.ABORTED),
         ):
             metrics[f"rollout/{name}"] = self._statuses[status] / total
         metrics |= {f"rollout/reward_{v}": self._verdicts[v] / total for v in _REPORTED_VERDICTS}
