@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError
 
 from vime.config import Config
 from vime.engine.vllm.client import RouterClient, VllmEngine
@@ -16,6 +18,8 @@ from vime.orchestration import sizes
 from vime.orchestration.placement import Layout
 from vime.orchestration.workers import start_engine_workers, wait_all
 from vime.platform.base import Platform
+
+_log = logging.getLogger(__name__)
 
 
 class EngineFleet:
@@ -68,8 +72,9 @@ class EngineFleet:
 
         Raises: EngineDead with the end of the engine's log.
         """
-        urls: list[str] = wait_all({start: f"engine {i}" for i, start in enumerate(self._starts)})
-        wait_all({w.wait_ready.remote(timeout_s): f"engine {i}" for i, w in enumerate(self._workers)})
+        urls: list[str] = wait_all({start: f"engine {i}" for i, start in enumerate(self._starts)}, died=EngineDead)
+        waits = {w.wait_ready.remote(timeout_s): f"engine {i}" for i, w in enumerate(self._workers)}
+        wait_all(waits, died=EngineDead)
         self.engines = [VllmEngine(url, self._key) for url in urls]
         self._router = RouterProcess(
             urls, key=self._key, settings=self._config.router, log_path=self._log_dir / "router.log"
@@ -81,13 +86,28 @@ class EngineFleet:
 
     def check_alive(self) -> None:
         """Raises: EngineDead naming the engines whose process is gone."""
-        alive: list[bool] = ray.get([w.is_alive.remote() for w in self._workers])
+        alive = [_answers_alive(call) for call in [w.is_alive.remote() for w in self._workers]]
         if dead := [i for i, up in enumerate(alive) if not up]:
             logs = ", ".join(str(self._log_dir / f"engine_{i}.log") for i in dead)
             raise EngineDead(f"engine {dead} of {len(alive)} is gone; its last words are in {logs}")
 
     def close(self) -> None:
-        """End router and engines. Safe to call at any point, more than once."""
+        """End router and engines. Safe to call at any point, more than once; hides no error that led here."""
         if self._router is not None:
             self._router.stop()
-        ray.get([w.stop.remote() for w in self._workers], timeout=60)
+        for engine in self.engines:
+            engine.close()
+        for number, stopped in enumerate([w.stop.remote() for w in self._workers]):
+            try:
+                ray.get(stopped, timeout=60)
+            except RayError as error:
+                # A server whose owner is gone ends by itself, and Ray's shutdown ends the owner.
+                _log.warning("engine %d could not be asked to stop: %s", number, error)
+
+
+def _answers_alive(call: Any) -> bool:
+    """The answer of `EngineWorker.is_alive`; no when the worker itself is gone, and its server with it."""
+    try:
+        return bool(ray.get(call))
+    except RayActorError:
+        return False

@@ -98,11 +98,13 @@ class TrainerWorker:
         return False, None
 
 
-def wait_all(calls: Mapping[Any, str]) -> list[Any]:
+def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError) -> list[Any]:
     """The results of Ray calls, in order; the first that fails raises at once, while others may still run.
 
-    Args: calls: object reference -> who was asked, in words for the error.
-    Raises: TrainingError if the actor's process is gone; the error itself, as raised there, if the call failed.
+    Args:
+        calls: object reference -> who was asked, in words for the error.
+        died: what to raise if the actor's process is gone.
+    Raises: `died`; the error itself, as raised there, if the call failed.
     """
     pending = list(calls)
     while pending:
@@ -110,7 +112,7 @@ def wait_all(calls: Mapping[Any, str]) -> list[Any]:
         try:
             ray.get(done)
         except RayActorError as error:
-            raise TrainingError(f"{calls[done[0]]}: its process died ({error})") from error
+            raise died(f"{calls[done[0]]}: its process died ({error})") from error
         except RayTaskError as error:
             if isinstance(error.cause, VimeError):
                 raise error.cause from error
@@ -271,6 +273,7 @@ def start_engine_workers(layout: Layout, placement_group: Any, platform: Platfor
         ray.remote(EngineWorker)
         .options(
             **claim,
+            max_concurrency=2,  # `stop` must not queue behind a `wait_ready` of minutes
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group, placement_group_bundle_index=devices[0]
             ),
