@@ -32,7 +32,7 @@ class CheckpointConfig:
 
     hf_checkpoint: str = setting("", "model to start from: an HF checkpoint folder or a hub name (required)")
     ref_load: str | None = setting(None, "HF checkpoint of the reference model; default: --hf-checkpoint")
-    load: str | None = setting(None, "folder of checkpoints written by --save to resume from; its newest is taken")
+    load: str | None = setting(None, "resume from the newest checkpoint here; if it is --save and empty: begin")
     save: str | None = setting(None, "folder for training checkpoints; default: none are written")
     save_interval: int | None = setting(None, "write a checkpoint every this many rollouts; the last is always written")
     save_hf: str | None = setting(None, "write an HF checkpoint here when training ends; {rollout_id} is replaced")

@@ -22,10 +22,10 @@ from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
-from vime.errors import EngineError, WeightSyncError
+from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.cadence import Cadence, StopRule
-from vime.loop.checkpoint import load_checkpoint, save_checkpoint
+from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from vime.loop.recorder import Recorder
 from vime.loop.sync import Publisher, Stages, run_sync
 from vime.observability.progress import RunProgress
@@ -44,6 +44,7 @@ from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync.plan import WeightSync
+from vime.weight_sync.shm import remove_stale_segments
 
 _ROLLOUT_PARAMETERS = ("config", "rollout_id", "data_source", "engines", "evaluation")
 _PROBE_PROMPTS = 4
@@ -95,6 +96,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
     Raises: ConfigError before any process starts; whatever a stage raises afterwards, once everything was ended.
     """
     platform = get_platform(config.cluster.platform)
+    checkpoint = _checkpoint_to_resume(config)
     hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
     generates = config.algo.loss_type != "sft_loss"
     plan = _Run(
@@ -108,6 +110,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         transport=sizes.transport_name(config, platform.transports) if generates else None,
     )
     with ExitStack() as stack:
+        stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
         progress.message("starting Ray")
         stack.enter_context(ray_cluster(config.cluster, platform, plan.layout))
         group = create_placement_group(platform, plan.layout)
@@ -135,7 +138,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         trainer.start()
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         trainer.wait_ready()
-        start = _resume(plan, trainer, source)
+        start = _resume(plan, checkpoint, trainer, source)
         stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, start, stack)
         try:
             last = _loop(plan, stages, start, num_rollout)
@@ -224,12 +227,28 @@ def _build_stages(
     )
 
 
-def _resume(plan: _Run, trainer: TrainerGroup, source: DataBuffer) -> int:
-    """Load the checkpoint that --load names, if any. Returns: the first rollout to run."""
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    """The folder of checkpoints to resume from; None for a run from the start.
+
+    One command with --load and --save on the same folder starts a run and goes on with it, however often it is given.
+    Raises: ConfigError if --load names another folder, and it holds no checkpoint.
+    """
+    if config.checkpoint.load is None:
+        return None
+    folder = Path(config.checkpoint.load)
+    if find_latest(folder) is not None:
+        return folder
+    if config.checkpoint.load == config.checkpoint.save:
+        return None
+    raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
+
+
+def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: DataBuffer) -> int:
+    """Load the newest checkpoint of a folder, if there is one. Returns: the first rollout to run."""
     wanted = plan.config.rollout.start_rollout_id
-    if plan.config.checkpoint.load is None:
+    if folder is None:
         return wanted or 0
-    restored = load_checkpoint(Path(plan.config.checkpoint.load), trainer, source)
+    restored = load_checkpoint(folder, trainer, source)
     start = restored.next_rollout_id if wanted is None else wanted
     plan.progress.message(f"resumed from {restored.path}; next is rollout {start}")
     return start
