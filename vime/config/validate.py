@@ -50,6 +50,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _algorithm(config),
         _reward(config, facts.reward_names),
         _optimizer(config),
+        _stop_rule(config),
         _platform(config, facts),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
@@ -272,6 +273,15 @@ def _is_custom_rollout(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.")
 
 
+def _stop_rule(config: Config) -> Iterator[str]:
+    metric = config.train.stop_metric
+    if metric is not None and not metric.startswith(("rollout/", "train/", "custom/")):
+        yield (
+            f"--stop-metric is {metric}, which is not known when a step's training ends; use one of rollout/, train/ "
+            "or custom/"
+        )
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     megatron, train = config.megatron, config.train
     lr, low = megatron.get("lr"), megatron.get("min_lr")
@@ -303,10 +313,10 @@ def _platform(config: Config, facts: Facts) -> Iterator[str]:
     engines = cluster.rollout_num_gpus
     if engines is None:
         engines = ranks if cluster.colocate else 1
-    if per_engine > 0 and engines % per_engine:
+    if per_engine > 1:
         yield (
-            f"--rollout-num-gpus is {engines}, which engines of {per_engine} devices "
-            f"(--rollout-num-gpus-per-engine) do not divide; use a multiple of {per_engine}"
+            f"--rollout-num-gpus-per-engine is {per_engine}, but this version starts each engine on one device; use 1 "
+            "and as many engines as devices (--rollout-num-gpus)"
         )
     needed = max(ranks, engines) if cluster.colocate else ranks + engines
     if facts.devices is not None and cluster.actor_num_nodes == 1 and needed > facts.devices:
