@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vime.config import ClusterConfig
 from vime.errors import ConfigError, VimeError
+from vime.platform import get_platform
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         resolved = resolve(argv)
+        _check_machine(resolved.config.cluster)
     except ConfigError as error:
         return _report(error)
 
@@ -49,6 +52,12 @@ def main(argv: Sequence[str]) -> int:
         print("vime: interrupted; every process of the run was ended", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_machine(cluster: ClusterConfig) -> None:
+    """Raises: ConfigError with what this machine lacks, where the run's processes start on it."""
+    if cluster.ray_address is None and (missing := get_platform(cluster.platform).missing()):
+        raise ConfigError(missing)
 
 
 def _report(error: ConfigError) -> int:

@@ -1,0 +1,21 @@
+"""What train.py says before it starts anything."""
+
+import pytest
+
+from vime.cli.launch import _check_machine, main
+from vime.config import ClusterConfig
+from vime.errors import ConfigError
+from vime.platform.cpu import CpuPlatform
+
+
+def test_what_the_machine_lacks_is_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "missing", lambda self: ["lscpu was not found", "too little memory"])
+    with pytest.raises(ConfigError) as caught:
+        _check_machine(ClusterConfig(platform="cpu"))
+    assert caught.value.problems == ["lscpu was not found", "too little memory"]
+    _check_machine(ClusterConfig(platform="cpu", ray_address="10.0.0.1:6379"))  # it runs elsewhere
+
+
+def test_wrong_settings_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--num-rollout", "-1"]) == 2
+    assert "--num-rollout is -1" in capsys.readouterr().err
