@@ -37,6 +37,17 @@ async def fan_out(config: RolloutContext, sample: Sample, sampling_params: Sampl
     return siblings
 
 
+async def fan_out_aborted_once(
+    config: RolloutContext, sample: Sample, sampling_params: SamplingParams
+) -> list[Sample]:
+    """Two siblings of one episode; the first time, the second group's are cut off from outside."""
+    siblings = await fan_out(config, sample, sampling_params)
+    if sample.group_id == 1 and sample.sample_id not in config.tokenizer.aborted_samples:
+        config.tokenizer.aborted_samples.add(sample.sample_id)
+        siblings[1].status = SampleStatus.ABORTED
+    return siblings
+
+
 async def fails_on_some(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Raises for one prompt of ten."""
     if sample.label == "3":
@@ -59,6 +70,14 @@ async def slow_for_large_groups(config: RolloutContext, sample: Sample, sampling
         await asyncio.sleep(3600)
     sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
     return sample
+
+
+async def reward_that_notes(config: RolloutContext, sample: Sample) -> float:
+    """A reward that writes into the sample; it never ends for the fifth group."""
+    sample.metadata["seen"] = sample.metadata.get("seen", 0) + 1
+    if sample.group_id == 4:
+        await asyncio.sleep(3600)
+    return 1.0
 
 
 async def nan_on_some(config: RolloutContext, sample: Sample) -> float:

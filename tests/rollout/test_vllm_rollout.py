@@ -311,6 +311,23 @@ def test_siblings_share_group_and_trajectory(tokenizer: Any, pool: GraderPool) -
     assert [s.reward for s in group.samples] == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_an_aborted_episode_is_tried_again_without_its_siblings(pool: GraderPool) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.aborted_samples = set()
+    hook = f"{HOOKS}.fan_out_aborted_once"
+    result = Bench(tokenizer, pool, custom_generate_function_path=hook, reward={}).run()
+    assert ids(result) == [0, 1, 2, 3]
+    assert [s.trajectory_id for s in result.groups[1].samples] == [2, 2, 3, 3]
+
+
+def test_a_reward_leaves_no_trace_in_a_group_that_is_put_back(tokenizer: Any, pool: GraderPool) -> None:
+    reward = {"custom_rm_path": f"{HOOKS}.reward_that_notes"}
+    bench = Bench(tokenizer, pool, over_sampling_batch_size=5, reward=reward)
+    fresh = Bench(tokenizer, pool).source.get_groups(5)[4:]
+    assert ids(bench.run()) == [0, 1, 2, 3]
+    assert contents(bench.source.get_groups(1)) == contents(fresh)
+
+
 def test_a_generate_function_that_raises_costs_its_group(tokenizer: Any, pool: GraderPool) -> None:
     result = Bench(tokenizer, pool, custom_generate_function_path=f"{HOOKS}.fails_on_some").run()
     assert ids(result) == [0, 1, 2, 4]
