@@ -37,9 +37,7 @@ async def fan_out(config: RolloutContext, sample: Sample, sampling_params: Sampl
     return siblings
 
 
-async def fan_out_aborted_once(
-    config: RolloutContext, sample: Sample, sampling_params: SamplingParams
-) -> list[Sample]:
+async def fan_out_aborted_once(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> list[Sample]:
     """Two siblings of one episode; the first time, the second group's are cut off from outside."""
     siblings = await fan_out(config, sample, sampling_params)
     if sample.group_id == 1 and sample.sample_id not in config.tokenizer.aborted_samples:

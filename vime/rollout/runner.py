@@ -59,6 +59,7 @@ class GroupRunner:
         self._sampling, self._seed_of, self._name = sampling, seed_of, name
         self._max_context_len = config.rollout.rollout_max_context_len
         self._hook = _generate_hook(config)
+        self._runs_users_code = self._hook is not None or config.reward.custom_rm_path is not None
         self._slots = asyncio.Semaphore(config.rollout.rollout_concurrency)
         self._results: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[Outcome], Group] = {}
@@ -71,18 +72,21 @@ class GroupRunner:
 
     def start(self, group: Group) -> None:
         """Begin with a group of pending samples."""
-        # A generate function may leave traces in the samples before it is cancelled; the group that can be put back
-        # must not have them.
-        pristine = copy.deepcopy(group) if self._hook is not None else group
+        # Users' functions may leave traces in the samples; the group that can be put back must not have them.
+        pristine = copy.deepcopy(group) if self._runs_users_code else group
         task = asyncio.get_running_loop().create_task(self._run(group))
         self._tasks[task] = pristine
         task.add_done_callback(self._results.put_nowait)
 
     async def next_outcome(self) -> Outcome:
-        """The next group to finish. Raises: what its task raised, if that is no matter of one sample."""
+        """The next group to finish; an aborted one as it was started, without siblings that a function made of it.
+
+        Raises: what its task raised, if that is no matter of one sample.
+        """
         task = await self._results.get()
-        del self._tasks[task]
-        return task.result()
+        pristine = self._tasks.pop(task)
+        outcome = task.result()
+        return Outcome(pristine, is_aborted=True) if outcome.is_aborted else outcome
 
     async def stop(self) -> list[Group]:
         """End everything under way. Returns: the groups without a handed-out outcome, pending again, by group_id."""
