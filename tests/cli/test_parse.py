@@ -118,7 +118,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: 
     ("flag", "instead"),
     [
         ("--vllm-model", "--hf-checkpoint"),
-        ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
+        ("--vllm-tensor-parallel-size", "--rollout-num-gpus: more devices"),
+        ("--vllm-enable-sleep-mode", "engines keep their memory"),
         ("--vllm-seed", "--rollout-seed"),
         ("--vllm-port", "a free port"),
         ("--vllm-api-key", "vime makes a key"),
