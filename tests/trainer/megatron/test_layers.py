@@ -1,4 +1,4 @@
-"""Attention and RoPE against plain per-sequence ones, gradients included."""
+"""Attention, RoPE and RMSNorm against plain ones: values, gradients, and where they round."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vime.trainer.megatron.layers import _padded, apply_rope, pad_rows, take_rows
+from vime.trainer.megatron.layers import RMSNorm, _padded, apply_rope, pad_rows, take_rows
 from vime.trainer.megatron.packing import Layout, pack
 
 
@@ -48,6 +48,30 @@ def test_rope_is_that_of_transformers():
     want, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *wide)
     torch.testing.assert_close(got, want[0].transpose(0, 1))
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos[:, None], sin[:, None]), x)
+
+
+def test_rope_in_half_precision_is_rounded_once():
+    g = torch.Generator().manual_seed(0)
+    x, cos, sin = (torch.randn(shape, generator=g).bfloat16() for shape in ((50, 3, 8), (50, 1, 4), (50, 1, 4)))
+    exact = apply_rope(x.double(), cos.double(), sin.double())
+    # The rotation in float32 may fall on the other side of a tie; a second rounding would differ in half the elements.
+    assert (apply_rope(x, cos, sin) != exact.bfloat16()).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_on_the_cpu_round_where_transformers_rounds(make_trainer, model_folder, dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    folder, _ = model_folder(dtype=dtype)
+    ours = make_trainer(folder)._policy.module.decoder.final_layernorm
+    assert isinstance(ours, RMSNorm)
+    x, weight = torch.randn(100, 48).to(dtype), torch.randn(48).to(dtype)
+    theirs = LlamaRMSNorm(48, eps=ours.eps).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+        theirs.weight.copy_(weight)
+    tolerance = 0 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(ours(x), theirs(x), atol=tolerance, rtol=tolerance)
 
 
 def test_rows_travel_to_their_places_and_back():

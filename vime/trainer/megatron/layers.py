@@ -36,6 +36,16 @@ class RMSNorm(torch.nn.RMSNorm):
         # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension, rounding where the engine rounds.
+
+        In half precision vLLM's CPU build rounds before and after the product with the weight, as HF does; its CUDA
+        kernel rounds after it alone, as torch does. In float32 the two are the same.
+        """
+        if x.is_cuda or x.dtype.itemsize > 2:
+            return super().forward(x)
+        return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight
+
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Causal grouped-query attention over packed sequences, RoPE included.
@@ -98,7 +108,7 @@ def uses_varlen_kernel(device_type: str, dtype: torch.dtype, head_width: int) ->
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its token's position.
+    """Rotate each head by its token's position, rounded once, as vLLM's kernels do; HF rounds every product.
 
     Args:
         x: [T, heads, D].
@@ -124,8 +134,10 @@ class _Rope(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    a, b = x.to(wide).chunk(2, -1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 _rotate_compiled = torch.compile(_rotate, dynamic=True)
