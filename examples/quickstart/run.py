@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that the example also runs without an install of the package itself
 
 MAX_BEFORE, MIN_AFTER, MIN_GAIN = 0.5, 0.75, 0.25
+MAX_LOGPROB_ABS_DIFF = 1e-5  # float32 on both sides: mean of any step
 STAGES = ("rollout", "make_batch", "train", "save_model", "update_weights", "eval", "other")
 
 
@@ -149,6 +151,8 @@ def main() -> None:
         cwd=ROOT,
         check=True,
     )
+    for stale in ("warmup", "grpo"):  # of an earlier quickstart in the same folder
+        shutil.rmtree(out / stale, ignore_errors=True)
     here = Path(__file__).parent.relative_to(ROOT)
     seeds = ["--seed", str(options.seed), "--rollout-seed", str(options.seed), "--platform", "cpu"]
     say("1/2 supervised warm-up")
@@ -176,6 +180,11 @@ def main() -> None:
         f"max {summary['logprob_abs_diff_max']:.1e}; {summary['seconds']:.0f} s; peak {summary['peak_rss_gib']:.1f} GiB"
     )
     say(f"figures {out / 'summary.json'}, plot {out / 'learning.png'}, model {out / 'final_model'}, runs {out}/*/")
+    if (worst := summary["logprob_abs_diff_worst_step_mean"]) > MAX_LOGPROB_ABS_DIFF:
+        raise SystemExit(
+            f"quickstart: trainer and engine disagree: a step's mean log-prob difference was {worst:.1e}, expected at most "
+            f"{MAX_LOGPROB_ABS_DIFF:.0e}; look at {out / 'learning.png'}"
+        )
     if before > MAX_BEFORE or after < MIN_AFTER or after - before < MIN_GAIN:
         raise SystemExit(
             f"quickstart: the model did not learn as it should: accuracy {before:.3f} -> {after:.3f}, expected at most "

@@ -29,6 +29,10 @@ def main(argv: Sequence[str]) -> int:
 
     path = Path(resolved.config.log.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"))).resolve()
     config = replace(resolved.config, log=replace(resolved.config.log, run_dir=str(path)))
+    if (path / "metrics.jsonl").exists() and config.checkpoint.load is None:
+        return _report(
+            ConfigError(f"--run-dir {path} holds the metrics of another run; choose another folder, or resume with --load")
+        )
     folder = RunFolder(path)
     folder.write_config({"settings": config, "origin": resolved.origin})
     folder.write_versions()

@@ -135,7 +135,7 @@ def _facts(
     claims: tuple[tuple[str, str, Any], ...],
 ) -> Facts:
     from vime.rewards import REWARDS
-    from vime.trainer.megatron.limits import FIXED
+    from vime.trainer.megatron.limits import limits
 
     limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None
     return Facts(
@@ -147,7 +147,7 @@ def _facts(
         shape=shape,
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
         shape_claims=claims,
-        megatron_limits={name: limit for name, limit in FIXED.items() if name not in shape},
+        megatron_limits={name: limit for name, limit in limits(config.megatron).items() if name not in shape},
     )
 
 

@@ -47,8 +47,13 @@ def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: Dat
             file.flush()
             os.fsync(file.fileno())
         if final.exists():  # the same rollout, trained again after a resume from an earlier one
-            shutil.rmtree(final)
-        partial.rename(final)
+            old = folder / f".replaced_{final.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            partial.rename(final)
+            shutil.rmtree(old)
+        else:
+            partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

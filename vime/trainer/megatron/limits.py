@@ -5,6 +5,7 @@ A setting leaves this table when the trainer learns it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Kernels that only transformer-engine or apex have.
@@ -30,6 +31,9 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp4": (None, "fp4 needs transformer-engine"),
     "hidden_dropout": (0.0, "a log-prob must not depend on dropout"),
     "attention_dropout": (0.0, "a log-prob must not depend on dropout"),
+    "softmax_type": ("vanilla", "the torch-native attention has no other"),
+    "rotary_interleaved": (False, "the torch-native attention rotates halves"),
+    "apply_query_key_layer_scaling": (False, "the torch-native attention does not read it"),
     "calculate_per_token_loss": (True, "the loss weights hold every divisor; gradients are summed"),
     "average_in_collective": (False, "the loss weights hold every divisor; gradients are summed"),
     "overlap_param_gather": (False, "the output layer's weights are read before the gather would be waited for"),
@@ -37,3 +41,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "use_custom_fsdp": (False, "the distributed optimizer shards instead"),
     **{name: (False, "its kernel needs transformer-engine or apex") for name in NO_FUSIONS},
 }
+
+
+def limits(names: Iterable[str]) -> Mapping[str, tuple[Any, str]]:
+    """`FIXED`, and those of `names` that nobody would read: settings of experts, which no supported model has."""
+    return FIXED | {n: (None, FIXED["num_moe_experts"][1]) for n in names if n.startswith("moe_")}

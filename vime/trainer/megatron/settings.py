@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime.errors import ConfigError
 from vime.models import ModelSettings
-from vime.trainer.megatron.limits import FIXED, NO_FUSIONS
+from vime.trainer.megatron.limits import NO_FUSIONS, limits
 
 # These are torch.compile's, which is worth its start-up time on CUDA only.
 _COMPILED_FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion")
@@ -50,7 +50,7 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
     multiple = rest.pop("make_vocab_size_divisible_by", 1)
     dtype = _dtype(model, rest, problems)
     bf16 = dtype == torch.bfloat16
-    for name, (value, reason) in FIXED.items():
+    for name, (value, reason) in limits(overrides).items():
         if name in rest and rest.pop(name) != value:
             problems.append(f"--{name.replace('_', '-')} {overrides[name]} is not supported: {reason}")
     known = {
