@@ -38,5 +38,14 @@ def argv(tmp_path: Path, checkpoint: Path) -> list[str]:
     return [
         *("--platform", "cpu", "--hf-checkpoint", str(checkpoint), "--prompt-data", str(prompts)),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--lr", "1e-4"),
-        *("--rm-type", "exact_match", "--rollout-max-response-len", "8", "--run-dir", str(tmp_path / "run")),
+        *(
+            "--rm-type",
+            "exact_match",
+            "--label-key",
+            "label",
+            "--rollout-max-response-len",
+            "8",
+            "--run-dir",
+            str(tmp_path / "run"),
+        ),
     ]

@@ -94,7 +94,13 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
     [
         (["--rollout-batch-size", "eight"], "--rollout-batch-size is 'eight', but needs a whole number"),
         (["--rollout-batch-size", "8.0"], "--rollout-batch-size is '8.0', but needs a whole number"),
-        (["--lr", "nan"], "--lr is 'nan', but needs a number"),
+        (["--lr", "nan"], "--lr is 'nan', but needs a finite number"),
+        (["--lr", "1e999"], "--lr is '1e999', but needs a finite number"),
+        (["--save", ""], "--save is empty, but needs text; leave it out if it is not wanted"),
+        (
+            ["--eval-prompt-data", "a", ""],
+            "--eval-prompt-data is empty, but needs text; leave it out if it is not wanted",
+        ),
         (["--loss-type", "x"], "--loss-type is 'x', but needs one of policy_loss, sft_loss"),
         (["--rollout-batch-size"], "--rollout-batch-size needs one value (a whole number), got none"),
         (["--rollout-batch-size", "1", "2"], "--rollout-batch-size needs one value (a whole number), got 2: 1 2"),
@@ -153,7 +159,7 @@ def test_vllm_values_are_typed() -> None:
     }
     assert given("--no-vllm-enforce-eager").given["vllm.enforce_eager"].value is False
     assert given("--vllm-no-enforce-eager").given["vllm.enforce_eager"].value is False
-    assert "is 'much', but needs a number" in given("--vllm-gpu-memory-utilization", "much").problems[0]
+    assert "is 'much', but needs a finite number" in given("--vllm-gpu-memory-utilization", "much").problems[0]
 
 
 def write(tmp_path: Path, text: str, name: str = "a.yaml") -> str:
@@ -210,6 +216,10 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path: Path) -> Non
         ("rollout-stop: a", ": rollout-stop is 'a', but needs a list of text"),
         ("colocate: 1", ": colocate is 1, but needs true or false"),
         ("seed: [1]", ": seed is [1], but needs a whole number"),
+        ("load: 2024-01-01", ": load is 2024-01-01, which YAML reads as a date; put it in quotes"),
+        ("seed: 1\nlr: 1\nseed: 2", " sets seed twice, in lines 1 and 3; keep one"),
+        ("num-epoch: 1\nnum_epoch: 2", " sets num_epoch twice, in lines 1 and 2; keep one"),
+        ("a: " + "[" * 5000, " is not YAML: "),
         ("- a", " must hold `name: value` lines, not a list"),
         ("a: [", " is not YAML: "),
     ],

@@ -38,6 +38,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"hooks_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('no')")
+    (tmp_path / f"{name}_exits.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return name
@@ -72,6 +73,8 @@ def test_a_wrong_function_is_named_with_what_is_wrong(module: str, name: str, wo
 def test_a_module_that_cannot_be_imported_says_why(module: str) -> None:
     with pytest.raises(ConfigError, match="RuntimeError: no"):
         load_hook(f"{module}_broken.reward", ("config", "sample"))
+    with pytest.raises(ConfigError, match="SystemExit: 0"):
+        load_hook(f"{module}_exits.reward", ("config", "sample"))
     with pytest.raises(ConfigError, match=r"ModuleNotFoundError.*PYTHONPATH"):
         load_hook("no_such_module_here.reward", ("config", "sample"))
     with pytest.raises(ConfigError, match="not a dotted path"):

@@ -34,7 +34,7 @@ def right(tmp_path: Path) -> Config:
     prompts.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
     return Config(
         checkpoint=CheckpointConfig(hf_checkpoint="model"),
-        data=DataConfig(prompt_data=str(prompts)),
+        data=DataConfig(prompt_data=str(prompts), label_key="label"),
         rollout=RolloutConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=8),
         reward=RewardConfig(rm_type="exact_match"),
         megatron={"lr": 1e-6},
@@ -121,6 +121,19 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
             "--context-parallel-size is 2, but this version can only do 1: why",
         ),
         ({"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}}, "--expert-model-parallel-size is 2, but"),
+        ({"train__stop_metric": "train/loss", "train__stop_window": 0}, "--stop-window is 0, but must be at least 1"),
+        ({"train__seed": 2**32}, "--seed is 4294967296, but may be at most 4294967295"),
+        ({"train__distributed_timeout_minutes": 10**9}, "--distributed-timeout-minutes is 1000000000, but may be"),
+        ({"eval__eval_temperature": 0.0, "eval__n_samples_per_eval_prompt": 2}, "--n-samples-per-eval-prompt is 2"),
+        ({"eval__eval_max_response_len": 64}, "--eval-max-response-len is 64, which leaves no room"),
+        ({"rollout__rollout_stop_token_ids": [1, 100]}, "--rollout-stop-token-ids 100 is no token"),
+        ({"rollout__rollout_stop_token_ids": [-1]}, "--rollout-stop-token-ids -1 is no token"),
+        ({"rollout__rollout_function_path": SFT}, "takes answers from the data and samples nothing"),
+        ({"data__label_key": None}, "--rm-type exact_match compares with a label; name its key"),
+        ({"data__apply_chat_template_kwargs": [1]}, "--apply-chat-template-kwargs is [1], but needs a JSON object"),
+        ({"megatron": {"lr": 1e-6, "adam_beta1": 1.0}}, "--adam-beta1 is 1.0, but must be at least 0 and below 1"),
+        ({"megatron": {"lr": 1e-6, "weight_decay": -0.1}}, "--weight-decay is -0.1, but must be at least 0"),
+        ({"log__run_dir": "/dev/null/run"}, "--run-dir /dev/null/run cannot be made: /dev/null is a file"),
         ({"checkpoint__load": "/no/such"}, "--load /no/such: there is no such folder"),
         ({"checkpoint__save_hf": "a/{step}"}, "--save-hf a/{step}: only {rollout_id} is replaced"),
         ({"data__input_key": "question"}, "has no key 'question', only 'input', 'label'"),
@@ -128,6 +141,10 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"data__prompt_data": "/no/such.jsonl"}, "--prompt-data /no/such.jsonl cannot be read: No such file"),
         ({"eval__eval_prompt_data": ["a"]}, "--eval-prompt-data takes pairs of NAME PATH, but got 1 words: a"),
         ({"eval__eval_prompt_data": ["a", "/x"]}, "--eval-prompt-data a /x cannot be read"),
+        (
+            {"rollout__rollout_batch_size": 10**12, "train__global_batch_size": 7},
+            "not divide 1000000000000 prompts",
+        ),
         ({"rollout__rollout_function_path": "no.such"}, "--rollout-function-path 'no.such': importing no failed"),
         ({"reward__rm_type": None, "reward__custom_rm_path": "builtins.len"}, "--custom-rm-path 'builtins.len' has"),
         ({"rollout__custom_generate_function_path": "json.dumps"}, "--custom-generate-function-path 'json.dumps'"),
@@ -162,7 +179,7 @@ def test_what_is_allowed_passes(right: Config, change: dict[str, Any]) -> None:
 
 def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: Path) -> None:
     for content, words in (
-        ('{"input": "a"}\n{oops\n', "line 2: not JSON"),
+        ('{"input": "a", "label": "b"}\n{oops\n', "line 2: not JSON"),
         ("[1]\n", "line 1: holds a list, not an object"),
         ("\n\n", "is empty"),
     ):
@@ -170,6 +187,31 @@ def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: P
         path.write_text(content)
         found = problems(changed(right, data__prompt_data=str(path)))
         assert len(found) == 1 and words in found[0] and str(path) in found[0]
+
+
+def test_the_model_that_training_starts_from_is_not_overwritten(right: Config, tmp_path: Path) -> None:
+    model = str(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(model)
+    config = changed(right, checkpoint__hf_checkpoint=model)
+    for same in (model, model + "/", str(tmp_path / "link")):
+        (found,) = problems(changed(config, checkpoint__save_hf=same))
+        assert found.startswith(f"--save-hf {same} is the folder of --hf-checkpoint, which it would overwrite")
+    assert problems(changed(config, checkpoint__save_hf=model + "-{rollout_id}")) == []
+
+
+def test_names_of_held_out_sets_become_names_of_metrics(right: Config) -> None:
+    assert right.data.prompt_data is not None
+    (found,) = problems(changed(right, eval__eval_prompt_data=["a/b", right.data.prompt_data]))
+    assert "the name a/b holds a slash" in found
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(
+    right: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    (found,) = problems(changed(right, checkpoint__save=str(tmp_path / "a" / "b")))
+    assert found == f"--save {tmp_path / 'a' / 'b'} cannot be made: {tmp_path} is not writable"
 
 
 def test_more_devices_than_the_node_has_is_a_problem(right: Config) -> None:
@@ -205,9 +247,9 @@ def test_a_value_that_nobody_reads_is_a_problem(right: Config, change: dict[str,
 
 def test_every_key_of_the_tables_is_a_setting() -> None:
     from vime.config.unread import _RULES
-    from vime.config.validate import _ABOVE_ZERO, _MINIMA, value_of
+    from vime.config.validate import _ABOVE_ZERO, _MAXIMA, _MINIMA, value_of
 
-    for key in [*_MINIMA, *_ABOVE_ZERO, *(k for keys, _, _ in _RULES for k in keys)]:
+    for key in [*_MINIMA, *_MAXIMA, *_ABOVE_ZERO, *(k for keys, _, _ in _RULES for k in keys)]:
         value_of(Config(), key)
 
 

@@ -84,6 +84,8 @@ class Flag:
             if self.kind not in ("json", "any"):
                 raise ValueError(f"is {value!r}, but needs {self.expects}")
             return value
+        if not isinstance(value, (str, int, float)):
+            raise ValueError(f"is {value}, which YAML reads as a {type(value).__name__}; put it in quotes")
         return self._one(value if isinstance(value, str) else repr(value))
 
     def from_switch(self, on: bool) -> Any:
@@ -106,7 +108,7 @@ class Flag:
         return {
             "bool": "true or false",
             "int": "a whole number",
-            "float": "a number",
+            "float": "a finite number",
             "str": "text",
             "json": "JSON",
             "any": "text or JSON",
@@ -121,6 +123,8 @@ class Flag:
             raise ValueError(f"is {word!r}, but needs {self.expects}") from None
         if self.choices and value not in self.choices:
             raise ValueError(f"is {word!r}, but needs {self.expects}")
+        if value == "" and self.owner == "vime":  # most often a shell variable that was never set
+            raise ValueError(f"is empty, but needs {self.expects}; leave it out if it is not wanted")
         return value
 
     def _convert(self, word: str) -> Any:
@@ -132,7 +136,7 @@ class Flag:
             return int(word)
         if self.kind == "float":
             number = float(word)
-            if math.isnan(number):
+            if not math.isfinite(number):
                 raise ValueError
             return number
         if self.kind == "json":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -140,11 +140,13 @@ def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        result.problems += [f"--config {path} {problem}" for problem in _repeated_names(yaml.compose(text))]
     except OSError as error:
         result.problems.append(f"--config {path} cannot be read: {error.strerror or error}")
         return
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         result.problems.append(f"--config {path} is not YAML: {' '.join(str(error).split())}")
         return
     if content is None:
@@ -156,6 +158,16 @@ def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
         name = str(key).replace("_", "-")
         where = f"{path}: {key}"
         _take(name, partial(Flag.from_yaml, value=value), f"--config {path}", where, catalogue, result)
+
+
+def _repeated_names(root: Any) -> Iterator[str]:
+    """Names that a file sets twice, of which YAML would silently keep the last. Args: root: the file's top node."""
+    lines: dict[str, int] = {}
+    for key, _ in root.value if root is not None and root.id == "mapping" else ():
+        name, line = str(key.value).replace("_", "-"), key.start_mark.line + 1
+        if name in lines:
+            yield f"sets {key.value} twice, in lines {lines[name]} and {line}; keep one"
+        lines[name] = line
 
 
 def _take(

@@ -23,11 +23,11 @@ def load_hook(
     Raises: ConfigError that says what is wrong with it.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name:
+    if not module_name or not name:
         raise ConfigError(f"{path!r} is not a dotted path; write package.module.function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises on import is the user's to read
+    except (Exception, SystemExit) as error:  # whatever a user's module raises on import is the user's to read
         raise ConfigError(
             f"{path!r}: importing {module_name} failed with {type(error).__name__}: {error}; "
             "is its folder on PYTHONPATH?"

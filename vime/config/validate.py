@@ -6,6 +6,7 @@ nobody would read, `validate_files.py` looks at files and hooks, `validate_model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,6 +143,12 @@ _MINIMA: Mapping[str, float] = {
     "train.distributed_timeout_minutes": 1,
     "sync.update_weight_buffer_size": 1,
     "sync.weight_probe_interval": 0,
+    "train.stop_window": 1,
+}
+_MAXIMA: Mapping[str, tuple[int, str]] = {
+    "data.rollout_seed": (2**32 - 1, "numpy takes no larger seed"),
+    "train.seed": (2**32 - 1, "numpy takes no larger seed"),
+    "train.distributed_timeout_minutes": (365 * 24 * 60, "a year"),
 }
 _ABOVE_ZERO = (
     "rollout.rollout_temperature",
@@ -166,6 +173,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = value_of(config, key)
         if value is not None and value < least:
             yield f"{_flag(key)} is {value}, but must be at least {least}"
+    for key, (most, why) in _MAXIMA.items():
+        if value_of(config, key) > most:
+            yield f"{_flag(key)} is {value_of(config, key)}, but may be at most {most}: {why}"
     for key in _ABOVE_ZERO:
         value = value_of(config, key)
         if value is not None and value <= 0:
@@ -174,6 +184,8 @@ def _ranges(config: Config) -> Iterator[str]:
 
 def _sampling(config: Config) -> Iterator[str]:
     rollout, eval_ = config.rollout, config.eval
+    if not isinstance(kwargs := config.data.apply_chat_template_kwargs, dict):
+        yield f"--apply-chat-template-kwargs is {kwargs!r}, but needs a JSON object"
     why = "the trainer computes log-probs over the whole vocabulary, so a truncated support would bias the ratio"
     if rollout.rollout_top_p != 1.0:
         yield f"--rollout-top-p is {rollout.rollout_top_p}: {why}; use 1.0 (--eval-top-p is free)"
@@ -183,6 +195,11 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"--eval-top-p is {eval_.eval_top_p}, but must be above 0 and at most 1"
     if eval_.eval_top_k is not None and (eval_.eval_top_k < -1 or eval_.eval_top_k == 0):
         yield f"--eval-top-k is {eval_.eval_top_k}, but must be -1 (off) or at least 1"
+    if eval_.eval_temperature == 0 and eval_.n_samples_per_eval_prompt > 1:
+        yield (
+            f"--n-samples-per-eval-prompt is {eval_.n_samples_per_eval_prompt}, but --eval-temperature 0 is greedy and "
+            "gives one answer; use 1 sample or a temperature"
+        )
     over, batch = rollout.over_sampling_batch_size, rollout.rollout_batch_size
     if over is not None and over < batch:
         yield f"--over-sampling-batch-size is {over}, less than --rollout-batch-size {batch}; use at least {batch}"
@@ -225,9 +242,13 @@ def _batch_sizes(config: Config) -> Iterator[str]:
 
 
 def _divisors(total: int, near: int) -> str:
-    """The divisors of `total` closest to `near`, at most three."""
-    all_of_them = [d for d in range(1, total + 1) if total % d == 0]
-    return ", ".join(str(d) for d in sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3]))
+    """The divisors of `total` closest to `near`, at most three; of a huge total only small ones are looked at."""
+    small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
+    found = {*small, *(total // d for d in small)}
+    return ", ".join(str(d) for d in sorted(sorted(found, key=lambda d: (abs(d - near), d))[:3]))
+
+
+_SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -236,9 +257,14 @@ def _algorithm(config: Config) -> Iterator[str]:
         if config.rollout.rollout_function_path == RolloutConfig().rollout_function_path:
             yield (
                 "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
-                "--rollout-function-path vime.rollout.sft_rollout.generate_rollout"
+                f"--rollout-function-path {_SFT_ROLLOUT}"
             )
         return
+    if config.rollout.rollout_function_path == _SFT_ROLLOUT:
+        yield (
+            f"--rollout-function-path {_SFT_ROLLOUT} takes answers from the data and samples nothing, which is for "
+            "--loss-type sft_loss"
+        )
     if algo.eps_clip >= 1:
         yield f"--eps-clip is {algo.eps_clip}, an offset from 1 that must be below 1: the lower bound is 1 - eps_clip"
     if algo.eps_clip_c is not None and algo.eps_clip_c <= 1:
@@ -264,6 +290,14 @@ def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
         yield f"--rm-type is {reward.rm_type!r}, but the built-in rewards are {', '.join(sorted(known))}"
     if reward.rm_type is not None and reward.custom_rm_path is not None:
         yield f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} are both given; keep one"
+    if (
+        generates(config)
+        and reward.rm_type is not None
+        and config.data.label_key is None
+        and config.rollout.custom_generate_function_path is None
+        and not _is_custom_rollout(config)
+    ):
+        yield f"--rm-type {reward.rm_type} compares with a label; name its key in the data by --label-key"
     if generates(config) and reward.rm_type is None and reward.custom_rm_path is None:
         if config.rollout.custom_generate_function_path is None and not _is_custom_rollout(config):
             yield "a reward is required: --rm-type, or --custom-rm-path (sample metadata may then override it)"
@@ -282,6 +316,17 @@ def _stop_rule(config: Config) -> Iterator[str]:
         )
 
 
+# (Megatron field, least value, value it must stay below)
+_OPTIMIZER_RANGES = (
+    ("adam_beta1", 0, 1.0),
+    ("adam_beta2", 0, 1.0),
+    ("adam_eps", 0, math.inf),
+    ("weight_decay", 0, math.inf),
+    ("min_lr", 0, math.inf),
+    ("clip_grad", 0, math.inf),
+)
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     megatron, train = config.megatron, config.train
     lr, low = megatron.get("lr"), megatron.get("min_lr")
@@ -293,6 +338,12 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
     if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
         yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
+    for name, least, below in _OPTIMIZER_RANGES:
+        value = megatron.get(name)
+        if value is not None and not (least <= value < below):
+            yield f"--{name.replace('_', '-')} is {value}, but must be at least {least}" + (
+                f" and below {below:g}" if below < math.inf else ""
+            )
     if megatron.get("make_vocab_size_divisible_by", 1) < 1:
         yield f"--make-vocab-size-divisible-by is {megatron['make_vocab_size_divisible_by']}, but must be at least 1"
     if megatron.get("bf16") and megatron.get("fp16"):

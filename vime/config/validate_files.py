@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,8 +28,16 @@ def check_paths(config: Config) -> Iterator[str]:
         ("--update-weight-disk-dir", config.sync.update_weight_disk_dir),
         ("--run-dir", config.log.run_dir),
     ):
-        if text is not None and (blocked := _blocking_file(Path(text))):
+        if text is None:
+            continue
+        if blocked := _blocking_file(Path(text)):
             yield f"{flag} {text} cannot be made: {blocked} is a file"
+        elif not os.access(parent := _nearest_folder(Path(text)), os.W_OK | os.X_OK):
+            yield f"{flag} {text} cannot be made: {parent} is not writable"
+    if checkpoint.save_hf is not None:
+        for flag, source in (("--hf-checkpoint", checkpoint.hf_checkpoint), ("--ref-load", checkpoint.ref_load)):
+            if source and Path(source).is_dir() and Path(source).resolve() == Path(checkpoint.save_hf).resolve():
+                yield f"--save-hf {checkpoint.save_hf} is the folder of {flag}, which it would overwrite; give another"
     for flag, text, names in (
         ("--save-hf", checkpoint.save_hf, {"rollout_id": 0}),
         ("--run-dir", config.log.run_dir, {"time": ""}),
@@ -55,6 +64,8 @@ def check_eval_sets(config: Config) -> Iterator[str]:
     names = words[::2]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"--eval-prompt-data names a set twice: {', '.join(twice)}"
+    if slashed := [name for name in names if "/" in name]:
+        yield f"--eval-prompt-data: the name {slashed[0]} holds a slash; metrics are called after it (pairs NAME PATH)"
     for name, path in zip(names, words[1::2], strict=True):
         input_key = config.eval.eval_input_key or config.data.input_key
         label_key = config.eval.eval_label_key or config.data.label_key
@@ -128,4 +139,9 @@ def _line_problem(line: str, keys: Sequence[str]) -> str | None:
 
 def _blocking_file(path: Path) -> Path | None:
     """The file that stands where a folder on this path would have to be."""
-    return next((p for p in (path, *path.parents) if p.is_file()), None)
+    return next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next((p for p in (path, *path.absolute().parents) if p.is_dir()), Path("/"))

@@ -24,6 +24,9 @@ def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[st
                 f"--{flag} says {value}, but the checkpoint {config.checkpoint.hf_checkpoint} has {shape[name]}; "
                 "leave the flag out: the checkpoint decides"
             )
+    vocab_size = shape.get("vocab_size", math.inf)
+    if outside := [i for i in config.rollout.rollout_stop_token_ids if not 0 <= i < vocab_size]:
+        yield f"--rollout-stop-token-ids {outside[0]} is no token: the checkpoint's vocabulary has {vocab_size}"
     heads = shape["num_attention_heads"]
     size = config.cluster.rollout_num_gpus_per_engine
     if size > 1 and heads % size:
@@ -45,6 +48,11 @@ def check_lengths(config: Config, max_position_embeddings: int | None) -> Iterat
         named = "--rollout-max-context-len" if context is not None else "the model's positions,"
         if response >= limit:
             yield f"--rollout-max-response-len is {response}, which leaves no room for a prompt in {named} {limit}"
+        elif config.eval.eval_max_response_len is not None and config.eval.eval_max_response_len >= limit:
+            yield (
+                f"--eval-max-response-len is {config.eval.eval_max_response_len}, which leaves no room for a prompt in "
+                f"{named} {limit}"
+            )
         elif prompt is not None and prompt + response > limit:
             yield (
                 f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response} = {prompt + response}, "
