@@ -114,12 +114,18 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
     assert run.left_behind() == []
 
 
-def test_interrupting_ends_every_process(running: Callable[..., Running]) -> None:
+def test_interrupting_ends_every_process_and_the_key_was_written_nowhere(
+    running: Callable[..., Running], tmp_path: Path
+) -> None:
     run = running()
     run.wait_for("rollout   1/500")
+    key = run.find("vime.engine.vllm.launch").environ()["VIME_RUN_KEY"]
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end() == 130, run.output
     assert run.left_behind() == []
+    assert not [line for _, line in run.seen.values() if key in line], "the run's key is on a command line"
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
+    assert key not in run.output
 
 
 def test_a_killed_driver_leaves_no_engine_router_or_trainer_behind(running: Callable[..., Running]) -> None:

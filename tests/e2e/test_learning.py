@@ -1,4 +1,4 @@
-"""The quickstart learns, for three of three seeds, and a control shows that it is the updates that do it. Minutes each."""
+"""The quickstart learns, for three of three seeds; a control without updates does not. Minutes each."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vime.config import ClusterConfig
+from vime.config import ClusterConfig, Config
 from vime.errors import ConfigError, VimeError
 from vime.platform import get_platform
 
@@ -28,10 +28,12 @@ def main(argv: Sequence[str]) -> int:
     from vime.observability.run_folder import RunFolder
 
     path = Path(resolved.config.log.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"))).resolve()
-    config = replace(resolved.config, log=replace(resolved.config.log, run_dir=str(path)))
+    config = _absolute(resolved.config, path)
     if (path / "metrics.jsonl").exists() and config.checkpoint.load is None:
         return _report(
-            ConfigError(f"--run-dir {path} holds the metrics of another run; choose another folder, or resume with --load")
+            ConfigError(
+                f"--run-dir {path} holds the metrics of another run; choose another folder, or resume with --load"
+            )
         )
     folder = RunFolder(path)
     folder.write_config({"settings": config, "origin": resolved.origin})
@@ -52,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"vime: the run's folder, with logs of its engines: {path}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, most often
+        print(f"vime: {type(error).__name__}: {error}; the run's folder: {path}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("vime: interrupted; every process of the run was ended", file=sys.stderr)
         return 130
@@ -62,6 +67,20 @@ def _check_machine(cluster: ClusterConfig) -> None:
     """Raises: ConfigError with what this machine lacks, where the run's processes start on it."""
     if cluster.ray_address is None and (missing := get_platform(cluster.platform).missing()):
         raise ConfigError(missing)
+
+
+def _absolute(config: Config, run_dir: Path) -> Config:
+    """Every path that another process writes or reads, spelt so that its working directory does not matter."""
+
+    def full(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).resolve())
+
+    old = config.checkpoint
+    checkpoint = replace(
+        old, ref_load=full(old.ref_load), load=full(old.load), save=full(old.save), save_hf=full(old.save_hf)
+    )
+    sync = replace(config.sync, update_weight_disk_dir=full(config.sync.update_weight_disk_dir))
+    return replace(config, checkpoint=checkpoint, sync=sync, log=replace(config.log, run_dir=str(run_dir)))
 
 
 def _report(error: ConfigError) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from vime.config import Config
 from vime.config.hf import local_checkpoint
 from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
-from vime.data.prompts import load_prompts
+from vime.data.prompts import PromptSet, load_prompts
 from vime.engine.vllm.client import RouterClient
 from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
@@ -123,6 +123,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             shuffle=config.data.rollout_shuffle,
             seed=config.data.rollout_seed,
         )
+        eval_sets = load_eval_sets(config, tokenizer)
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
         progress.expect(num_rollout)
         trainer = TrainerGroup(
@@ -139,7 +140,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         trainer.wait_ready()
         start = _resume(plan, checkpoint, trainer, source)
-        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, start, stack)
+        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, eval_sets, start, stack)
         try:
             last = _loop(plan, stages, start, num_rollout)
         except (EngineError, WeightSyncError):
@@ -175,6 +176,7 @@ def _build_stages(
     client: RouterClient | None,
     source: DataBuffer,
     tokenizer: Any,
+    eval_sets: Mapping[str, PromptSet],
     start: int,
     stack: ExitStack,
 ) -> Stages:
@@ -187,7 +189,7 @@ def _build_stages(
     rollout = RolloutStage(
         context,
         source,
-        load_eval_sets(config, tokenizer),
+        eval_sets,
         load_hook(path, _ROLLOUT_PARAMETERS),
         load_hook(config.rollout.eval_function_path or path, _ROLLOUT_PARAMETERS),
     )

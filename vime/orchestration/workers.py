@@ -104,7 +104,7 @@ def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError)
     Args:
         calls: object reference -> who was asked, in words for the error.
         died: what to raise if the actor's process is gone.
-    Raises: `died`; the error itself, as raised there, if the call failed.
+    Raises: `died`; the error itself, as raised there, if it is one of vime's; TrainingError with its traceback if not.
     """
     pending = list(calls)
     while pending:
@@ -116,7 +116,7 @@ def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError)
         except RayTaskError as error:
             if isinstance(error.cause, VimeError):
                 raise error.cause from error
-            raise
+            raise TrainingError(f"{calls[done[0]]} failed: {error}") from error
     return list(ray.get(list(calls)))
 
 

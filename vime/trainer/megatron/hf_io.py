@@ -98,7 +98,9 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
     _write_shards(tensors, target)
     for path in source.iterdir():
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
-        if path.is_file() and not weights and path.name != "config.json" and not path.name.endswith(".index.json"):
+        # The last one marks folders that `vime init-model` may overwrite.
+        ours = path.name in ("config.json", "vime_init_model.json") or path.name.endswith(".index.json")
+        if path.is_file() and not weights and not ours:
             shutil.copyfile(path, target / path.name)
     config = read_config(source)
     config.pop("torch_dtype", None)
