@@ -352,6 +352,11 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _platform(config: Config, facts: Facts) -> Iterator[str]:
     cluster, wanted = config.cluster, config.sync.update_weight_transport
+    if cluster.actor_num_nodes > 1:
+        yield (
+            f"--actor-num-nodes is {cluster.actor_num_nodes}, but engines and the router listen on the loopback address, "
+            "so a run stays on one node; use 1"
+        )
     if wanted != "auto" and wanted not in facts.transports:
         yield (
             f"--update-weight-transport is {wanted}, which the {facts.platform} platform cannot do; "
@@ -370,7 +375,7 @@ def _platform(config: Config, facts: Facts) -> Iterator[str]:
             "and as many engines as devices (--rollout-num-gpus)"
         )
     needed = max(ranks, engines) if cluster.colocate else ranks + engines
-    if facts.devices is not None and cluster.actor_num_nodes == 1 and needed > facts.devices:
+    if facts.devices is not None and needed > facts.devices:
         yield (
             f"the run needs {needed} devices ({ranks} to train, {engines} for engines"
             f"{', shared' if cluster.colocate else ''}), but this node has {facts.devices}; use fewer, or --colocate"
