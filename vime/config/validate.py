@@ -354,8 +354,8 @@ def _platform(config: Config, facts: Facts) -> Iterator[str]:
     cluster, wanted = config.cluster, config.sync.update_weight_transport
     if cluster.actor_num_nodes > 1:
         yield (
-            f"--actor-num-nodes is {cluster.actor_num_nodes}, but engines and the router listen on the loopback address, "
-            "so a run stays on one node; use 1"
+            f"--actor-num-nodes is {cluster.actor_num_nodes}, but engines and the router listen on the loopback "
+            "address, so a run stays on one node; use 1"
         )
     if wanted != "auto" and wanted not in facts.transports:
         yield (

@@ -41,8 +41,8 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
     try:
         if (nodes := sum(node["Alive"] for node in ray.nodes())) > 1:  # type: ignore[no-untyped-call]
             raise ConfigError(
-                f"--ray-address: that cluster has {nodes} nodes, but engines and the router listen on the loopback address, "
-                "so a run stays on one node; join a cluster of one"
+                f"--ray-address: that cluster has {nodes} nodes, but engines and the router listen on the loopback "
+                "address, so a run stays on one node; join a cluster of one"
             )
         have = ray.cluster_resources().get(platform.ray_resource, 0)  # type: ignore[no-untyped-call]
         if have < layout.num_devices:
