@@ -20,6 +20,7 @@ from vime.config import Config
 from vime.engine.vllm.processes import import_path
 from vime.platform.cpu import CpuPlatform
 from vime.trainer.megatron.trainer import MegatronTrainer
+from vime.types import Sample, SampleStatus
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,6 +38,17 @@ class Sampled:
     def sequences(self) -> list[tuple[int, ...]]:
         """Prompt and response of each sample."""
         return [(*p, *r) for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    def samples(self) -> list[Sample]:
+        """The same as a rollout function would return them, rewarded at random."""
+        samples, at = [], 0
+        for i, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
+            sample = Sample(tokens=prompt, status=SampleStatus.COMPLETED, group_id=i, sample_id=i, trajectory_id=i)
+            sample.append_response(response, [min(0.0, x) for x in self.log_probs[at : at + len(response)]], version=1)
+            sample.reward = float(i % 2)
+            at += len(response)
+            samples.append(sample)
+        return samples
 
     def of_responses(self, scores: Sequence[npt.NDArray[np.floating]]) -> Floats:
         """[R] the responses' part of each sequence's scores."""
@@ -78,13 +90,15 @@ def sample_with_vllm(jobs: Sequence[Job], scratch: Path) -> list[Sampled]:
     ]
 
 
-def hf_scores(model: Any, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+def hf_scores(
+    model: Any, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[npt.NDArray[np.float32]]:
     """[length] log-probs of each sequence by transformers' own forward, NaN first; logits are cast to float32."""
     scores = []
     for sequence in sequences:
         ids = torch.tensor([list(sequence)])
         with torch.no_grad():
-            log_probs = model(ids).logits[0, :-1].float().log_softmax(-1)
+            log_probs = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         picked = log_probs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
         scores.append(np.concatenate([[np.nan], picked]).astype(np.float32))
     return scores
