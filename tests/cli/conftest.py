@@ -1,9 +1,12 @@
-"""A tiny checkpoint's config and prompts, without weights: all that resolving settings reads."""
+"""A tiny checkpoint's config, prompts and names of tensors: all that resolving settings reads."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
+
+from vime.models import family_of
 
 
 @pytest.fixture
@@ -27,6 +30,11 @@ def checkpoint(tmp_path: Path) -> Path:
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    family = family_of(config)
+    names = family.name_map(family.settings(config)).hf_names()
+    head = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
     return folder
 
 

@@ -1,5 +1,6 @@
 """From argv to the resolved configuration: values, origins, and every problem at once."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,37 @@ def test_a_checkpoint_that_is_not_there_is_a_problem(argv: list[str], tmp_path: 
     assert problems_of([*argv, "--hf-checkpoint", nowhere]) == [
         f"--hf-checkpoint {nowhere}: there is no such folder, and it is no hub name (owner/name)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer (tokenizer.json, tokenizer.model"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors; other weight formats"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"123"), "its safetensors are damaged"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "is no safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "holds no b.safetensors",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}"),
+            "lacks 47 tensors, among them lm_head.weight",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(
+                b"\x24" + bytes(7) + b'{"lm_head": {"data_offsets":[0, 9]}}'
+            ),
+            "model.safetensors is cut off",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_a_problem_for_a_run_and_not_for_printing(
+    argv: list[str], checkpoint: Path, change: Callable[[Path], object], words: str
+) -> None:
+    change(checkpoint)
+    (problem,) = problems_of(argv)
+    assert words in problem and str(checkpoint) in problem
+    resolve(argv, fetch=False)

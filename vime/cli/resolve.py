@@ -12,9 +12,10 @@ from vime.cli.help import print_help
 from vime.cli.parse import Catalogue, Parsed, parse
 from vime.cli.vime_flags import section_classes
 from vime.config import Config
-from vime.config.hf import local_checkpoint, read_model_config
+from vime.config.hf import check_files, local_checkpoint, read_model_config
 from vime.config.validate import Facts, training_ranks, validate
 from vime.errors import ConfigError
+from vime.models import family_of
 
 if TYPE_CHECKING:
     from vime.platform.base import Platform
@@ -38,7 +39,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
 
     Args:
         argv: the words after the program's name.
-        fetch: download a hub checkpoint and put its local folder in place of the name.
+        fetch: download a hub checkpoint, put its local folder in place of the name, and check that it is whole.
     Raises: ConfigError with every problem found.
     """
     print_help(argv)
@@ -64,8 +65,11 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
         origin[given.flag.name] = origin[catalogue.canonical(given.flag).name] = given.origin
     config = _fill(config, platform, model, origin)
     if fetch:
-        folder = str(local_checkpoint(config.checkpoint.hf_checkpoint))
-        config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=folder))
+        folder = local_checkpoint(config.checkpoint.hf_checkpoint)
+        family = family_of(model)
+        if lacking := list(check_files(folder, family.name_map(family.settings(model)).hf_names())):
+            raise ConfigError(lacking)
+        config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(folder)))
     origin |= {name.replace("_", "-"): CHECKPOINT for name in shape if name.replace("_", "-") not in origin}
     return Resolved(config, origin, shape)
 
@@ -96,8 +100,6 @@ def _platform(config: Config, problems: list[str]) -> Platform | None:
 
 def _checkpoint(config: Config, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checkpoint's config.json, and its architecture in Megatron's names; empty when there is a problem."""
-    from vime.models import family_of
-
     if not config.checkpoint.hf_checkpoint:
         return {}, {}
     try:
