@@ -96,3 +96,35 @@ def keep_none(config: RolloutContext, samples: Sequence[Sample]) -> bool:
 async def async_filter(config: RolloutContext, samples: Sequence[Sample]) -> bool:
     """Not usable: filters are plain functions."""
     return True
+
+
+async def answers_wrongly(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> object:
+    """Breaks the contract in the way that --rollout-stop names."""
+    sample.append_response([3], [-1.0], version=0)
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    match config.config.rollout.rollout_stop[0]:
+        case "twice":
+            return [sample, sample]
+        case "status":
+            sample.status = "done"  # type: ignore[assignment]
+        case "metadata":
+            sample.metadata = None  # type: ignore[assignment]
+        case "token":
+            return Sample(tokens=(-5, 3), status=SampleStatus.COMPLETED, reward=1.0)
+        case "long":
+            sample.append_response([3] * 64, [-1.0] * 64, version=0)
+        case "reward":
+            sample.reward = "good"  # type: ignore[assignment]
+        case "nan":
+            sample.reward = float("nan")
+    return sample
+
+
+def filter_that_raises(config: RolloutContext, samples: Sequence[Sample]) -> bool:
+    """Has a bug."""
+    raise LookupError("a bug")
+
+
+def filter_that_says_no(config: RolloutContext, samples: Sequence[Sample]) -> str:
+    """Text is no verdict: it would count as true."""
+    return "no"

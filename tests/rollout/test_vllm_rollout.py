@@ -335,6 +335,47 @@ def test_a_generate_function_that_raises_costs_its_group(tokenizer: Any, pool: G
         Bench(tokenizer, pool, custom_generate_function_path=f"{HOOKS}.leaves_pending").run()
 
 
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("twice", "one Sample twice"),
+        ("status", "the status 'done'"),
+        ("metadata", "metadata of type NoneType"),
+        ("token", "a negative token id"),
+        ("long", "67 tokens long, above --rollout-max-context-len 32"),
+        ("reward", "the reward is 'good'; a finite number"),
+        ("nan", "the reward is nan; a finite number"),
+    ],
+)
+def test_a_generate_function_that_breaks_its_contract_fails_the_group(
+    tokenizer: Any, pool: GraderPool, deed: str, words: str
+) -> None:
+    hook = f"{HOOKS}.answers_wrongly"
+    with pytest.raises(VimeError, match=words):
+        Bench(
+            tokenizer, pool, custom_generate_function_path=hook, rollout_stop=[deed], rollout_max_context_len=32
+        ).run()
+
+
+def test_an_error_of_a_users_function_says_where_it_was_raised(tokenizer: Any, pool: GraderPool) -> None:
+    bench = Bench(tokenizer, pool, dynamic_sampling_filter_path=f"{HOOKS}.filter_that_raises")
+    with pytest.raises(VimeError, match=r"raised LookupError: a bug \(hooks\.py, line \d+, in filter_that_raises\)"):
+        bench.run()
+
+
+def test_a_filter_that_gives_no_verdict_is_an_error(tokenizer: Any, pool: GraderPool) -> None:
+    with pytest.raises(VimeError, match="returned no; return a bool or a FilterOutput"):
+        Bench(tokenizer, pool, dynamic_sampling_filter_path=f"{HOOKS}.filter_that_says_no").run()
+
+
+def test_it_is_said_what_a_quiet_rollout_waits_for(
+    tokenizer: Any, pool: GraderPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.rollout.runner._QUIET_S", 0.05)
+    Bench(tokenizer, pool, FakeEngines(seeded_digits(tokenizer), lambda _: asyncio.sleep(0.2))).run()
+    assert "rollout-0: no group finished for 0.05 s; 4 wait for the engines, 0 are in" in caplog.text
+
+
 def test_a_cancelled_generate_function_leaves_no_trace_in_the_group(tokenizer: Any, pool: GraderPool) -> None:
     bench = Bench(
         tokenizer,

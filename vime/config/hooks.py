@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
-from vime.errors import ConfigError
+from vime.errors import ConfigError, VimeError
 
 
 def load_hook(
@@ -49,6 +51,18 @@ def load_hook(
     if is_async and not _is_async(hook):
         raise ConfigError(f"{path!r} must be an `async def`: it is awaited, so that requests overlap")
     return cast(Callable[..., Any], hook)
+
+
+def raised(error: BaseException) -> str:
+    """What a user's function raised, and where: "KeyError: 'x' (rewards.py, line 12, in score)".
+
+    vime's own errors say all that is needed themselves.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or isinstance(error, VimeError):
+        return f"{type(error).__name__}: {error}"
+    last = frames[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
 def _is_async(hook: Callable[..., Any]) -> bool:

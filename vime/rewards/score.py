@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 from vime.config import RewardConfig
-from vime.config.hooks import load_hook
+from vime.config.hooks import load_hook, raised
 from vime.errors import ConfigError, DataError, RewardError
 from vime.protocols import RolloutContext
 from vime.rewards import QUICK, REWARDS
@@ -55,7 +55,7 @@ class Scorer:
         try:
             value = await self._custom(config, sample)
         except Exception as error:  # the user's code; what it raised becomes the sample's error
-            raise RewardError(f"{self._settings.custom_rm_path} raised {type(error).__name__}: {error}") from error
+            raise RewardError(f"{self._settings.custom_rm_path} raised {raised(error)}") from error
         return check_reward(value, self._settings.reward_key)
 
     async def score(self, config: RolloutContext, samples: Sequence[Sample]) -> None:
@@ -67,7 +67,10 @@ class Scorer:
         waiting: list[Sample] = []
         grouped: list[Sample] = []
         for sample in samples:
-            if sample.reward is not None or sample.status is SampleStatus.FAILED:
+            if sample.status is SampleStatus.FAILED:
+                continue
+            if sample.reward is not None:
+                _check_given(sample, self._settings.reward_key)
                 continue
             name = self._grader_name(sample)
             # Most answers are decided by string work: no task, no process, for those.
@@ -98,7 +101,7 @@ class Scorer:
             values = await self._custom(config, samples)
         except Exception as error:  # the user's code; what it raised becomes the samples' error
             for sample in samples:
-                _fail(sample, RewardError(f"{path} raised {type(error).__name__}: {error}"))
+                _fail(sample, RewardError(f"{path} raised {raised(error)}"))
             return
         if not isinstance(values, Sequence) or len(values) != len(samples):
             got = f"{len(values)} rewards" if isinstance(values, Sequence) else repr(values)[:200]
@@ -203,11 +206,19 @@ def _number(value: Any, what: str) -> float:
         raise RewardError(f"{what} is {value!r}; a finite number is expected")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardError(f"{what} is {value!r}; a finite number is expected") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RewardError(f"{what} is {str(value)[:200]!r}; a finite number is expected") from error
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}; a finite number is expected")
     return number
+
+
+def _check_given(sample: Sample, reward_key: str | None) -> None:
+    """A reward that the generate function has given already."""
+    try:
+        sample.reward = check_reward(sample.reward, reward_key)
+    except RewardError as error:
+        _fail(sample, error)
 
 
 def _keep(sample: Sample, grade: Grade) -> float:

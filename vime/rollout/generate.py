@@ -110,7 +110,7 @@ async def generate_by_hook(
     async def one(index: int, sample: Sample) -> list[Sample]:
         async with slots:
             result = await hook(context, sample, sampling(index))
-        return _siblings(sample, result)
+        return _siblings(sample, result, context.config.rollout.rollout_max_context_len)
 
     results = await asyncio.gather(*(one(i, s) for i, s in enumerate(group.samples)), return_exceptions=True)
     samples: list[Sample] = []
@@ -121,16 +121,30 @@ async def generate_by_hook(
     return samples
 
 
-def _siblings(origin: Sample, result: Any) -> list[Sample]:
+def _siblings(origin: Sample, result: Any, max_context_len: int | None) -> list[Sample]:
     siblings = [result] if isinstance(result, Sample) else result
     if not isinstance(siblings, list) or not siblings or not all(isinstance(s, Sample) for s in siblings):
         raise EngineError(
             f"the custom generate function returned {str(result)[:200]}; return a Sample or a list of them"
         )
+    if len({id(sibling) for sibling in siblings}) < len(siblings):
+        raise EngineError("the custom generate function returned one Sample twice; a sibling is an object of its own")
     for sibling in siblings:
         sibling.group_id, sibling.trajectory_id = origin.group_id, origin.trajectory_id
         if sibling.sample_id < 0:
             sibling.sample_id = origin.sample_id
         if sibling.status is SampleStatus.PENDING:
             raise EngineError(f"the custom generate function left sample {origin.sample_id} pending; set its status")
+        if not isinstance(sibling.status, SampleStatus) or not isinstance(sibling.metadata, dict):
+            raise EngineError(
+                f"the custom generate function gave sample {origin.sample_id} the status {sibling.status!r} and "
+                f"metadata of type {type(sibling.metadata).__name__}; a SampleStatus and a dict are expected"
+            )
+        if min(sibling.tokens, default=0) < 0:
+            raise EngineError(f"the custom generate function gave sample {origin.sample_id} a negative token id")
+        if max_context_len is not None and len(sibling.tokens) > max_context_len:
+            raise EngineError(
+                f"the custom generate function made sample {origin.sample_id} {len(sibling.tokens)} tokens long, above "
+                f"--rollout-max-context-len {max_context_len}"
+            )
     return siblings

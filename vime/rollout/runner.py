@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config import Config
-from vime.config.hooks import load_hook
+from vime.config.hooks import load_hook, raised
 from vime.data.buffer import pending_again
 from vime.errors import ConfigError, DataError, EngineError, RewardError
 from vime.protocols import Engines, GenerateFunction, RolloutContext, SamplingParams
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_S = 3.0  # between two aborts of requests that have not ended
 _SWEEPS = 3
+_QUIET_S = 300.0  # without a finished group, until it is said what is waited for
 
 
 @dataclass(slots=True)
@@ -83,7 +84,19 @@ class GroupRunner:
 
         Raises: what its task raised, if that is no matter of one sample.
         """
-        task = await self._results.get()
+        while True:
+            try:
+                task = await asyncio.wait_for(self._results.get(), _QUIET_S)
+                break
+            except TimeoutError:
+                logger.warning(
+                    "%s: no group finished for %g s; %d wait for the engines, %d are in custom functions, rewards or "
+                    "the queue",
+                    self._name,
+                    _QUIET_S,
+                    len(self._in_flight),
+                    len(self._tasks) - len(self._in_flight),
+                )
         pristine = self._tasks.pop(task)
         outcome = task.result()
         return Outcome(pristine, is_aborted=True) if outcome.is_aborted else outcome
@@ -129,7 +142,8 @@ class GroupRunner:
             # Engines fail one request at a time, and a generate function may raise anything: it costs this group.
             for sample in group.samples:
                 sample.status = SampleStatus.FAILED
-                sample.metadata["error"] = f"generate: {type(error).__name__}: {error}"
+                metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+                sample.metadata = {**metadata, "error": f"generate: {raised(error)}"}
             return Outcome(group, error, "generate")
         if any(sample.status is SampleStatus.ABORTED for sample in finished.samples):
             return Outcome(finished, is_aborted=True)

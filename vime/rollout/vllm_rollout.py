@@ -8,7 +8,9 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from vime.config.hooks import load_hook
+import numpy as np
+
+from vime.config.hooks import load_hook, raised
 from vime.data.buffer import pending_again
 from vime.data.prompts import PromptSet
 from vime.errors import EngineError, VimeError
@@ -122,8 +124,7 @@ class _Kept:
         if outcome.error is not None:
             self._write_off(outcome)
             return
-        verdict = self._filter(self._context, outcome.group.samples) if self._filter is not None else True
-        verdict = verdict if isinstance(verdict, FilterOutput) else FilterOutput(bool(verdict))
+        verdict = self._judge(outcome.group)
         if verdict.keep:
             self.groups.append(outcome.group)
             return
@@ -142,6 +143,24 @@ class _Kept:
                 f"the dynamic sampling filter dropped all of {self._num_dropped} groups (last reason: "
                 f"{verdict.reason}); the policy may solve every prompt, or none: change the prompts or the filter"
             )
+
+    def _judge(self, group: Group) -> FilterOutput:
+        if self._filter is None:
+            return FilterOutput(True)
+        path = self._context.config.rollout.dynamic_sampling_filter_path
+        try:
+            verdict = self._filter(self._context, list(group.samples))
+        except VimeError:
+            raise
+        except Exception as error:  # the user's code
+            raise VimeError(f"--dynamic-sampling-filter-path {path} raised {raised(error)}") from error
+        if isinstance(verdict, (bool, np.bool_)):
+            return FilterOutput(bool(verdict))
+        if not isinstance(verdict, FilterOutput):
+            raise VimeError(
+                f"--dynamic-sampling-filter-path {path} returned {str(verdict)[:200]}; return a bool or a FilterOutput"
+            )
+        return verdict
 
     def retry(self, outcome: Outcome) -> Group:
         """A group that was aborted from outside, to be generated again."""
@@ -169,9 +188,10 @@ class _Kept:
         if self._num_failed > max(_FREE_FAILURES, _MAX_FAILED_SHARE * self._target):
             error = self._first_failure.error
             kind = EngineError if isinstance(error, EngineError) else VimeError
+            what = raised(error) if error is not None else "no reason given"
             raise kind(
                 f"{self._num_failed} groups failed while {len(self.groups)} of {self._target} were collected; the "
-                f"first: {self._first_failure.category}: {type(error).__name__}: {error}"
+                f"first: {self._first_failure.category}: {what}"
             ) from error
 
 
