@@ -114,13 +114,14 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
     assert run.left_behind() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_ends_every_process_and_the_key_was_written_nowhere(
-    running: Callable[..., Running], tmp_path: Path
+    running: Callable[..., Running], tmp_path: Path, number: int
 ) -> None:
     run = running()
     run.wait_for("rollout   1/500")
     key = run.find("vime.engine.vllm.launch").environ()["VIME_RUN_KEY"]
-    os.kill(run.process.pid, signal.SIGINT)
+    os.kill(run.process.pid, number)
     assert run.end() == 130, run.output
     assert run.left_behind() == []
     assert not [line for _, line in run.seen.values() if key in line], "the run's key is on a command line"

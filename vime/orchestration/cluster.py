@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
     # Workers are spawned with the driver's module path, so that hooks given by dotted path import there too.
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
     ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    # ray.init takes SIGTERM to print a stack and die at once, which would leave the run's processes to find out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if (nodes := sum(node["Alive"] for node in ray.nodes())) > 1:  # type: ignore[no-untyped-call]
             raise ConfigError(
