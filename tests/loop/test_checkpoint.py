@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError
 from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
 
 
@@ -46,6 +47,34 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_partial_one(tmp_path: Pa
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, 2, FakeTrainer(fail=True), FakeSource())
     assert [p.name for p in tmp_path.iterdir()] == ["rollout_000001"]
+
+
+def test_a_writer_that_does_not_say_that_the_disk_is_full_is_translated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trainer(FakeTrainer):
+        def save(self, path: Path) -> None:
+            raise TrainingError("unexpected pos 704 vs 598")
+
+    with pytest.raises(TrainingError):
+        save_checkpoint(tmp_path, 2, Trainer(), FakeSource())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(OSError, match="checkpoint of rollout 2: the disk is full"):
+        save_checkpoint(tmp_path, 2, Trainer(), FakeSource())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    class Trainer(FakeTrainer):
+        def load(self, path: Path) -> None:
+            raise TrainingError("training rank 0 failed")
+
+    path = save_checkpoint(tmp_path, 1, FakeTrainer(), FakeSource())
+    with pytest.raises(TrainingError, match=r"rollout_000001 cannot be loaded; if it is damaged, move it away"):
+        load_checkpoint(tmp_path, Trainer(), FakeSource())
+    (path / "state.json").write_text('{"format": ')
+    with pytest.raises(ConfigError, match=r"rollout_000001: state.json is damaged .*; move it away"):
+        load_checkpoint(tmp_path, FakeTrainer(), FakeSource())
 
 
 def test_a_folder_without_state_is_not_a_checkpoint(tmp_path: Path) -> None:

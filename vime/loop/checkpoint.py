@@ -6,6 +6,7 @@ and counters). It is written under a temporary name and renamed when complete, s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError, VimeError
 from vime.protocols import DataSource, Trainer
 
 _NAME = re.compile(r"rollout_(\d{6,})")
 _FORMAT = 1
+_FULL_BYTES = 16 << 20  # less space than this is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,11 @@ def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: Dat
             shutil.rmtree(old)
         else:
             partial.rename(final)
-    except BaseException:
+    except BaseException as error:
+        free = shutil.disk_usage(partial).free
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
+            raise OSError(errno.ENOSPC, f"checkpoint of rollout {rollout_id}: the disk is full", str(folder)) from error
         raise
     return final
 
@@ -73,14 +78,21 @@ def find_latest(folder: Path) -> Path | None:
 def load_checkpoint(folder: Path, trainer: Trainer, source: DataSource) -> Restored:
     """Restore the newest checkpoint of `folder` into trainer and data source.
 
-    Raises: ConfigError when the folder holds none, or one of an unknown format.
+    Raises: ConfigError when the folder holds none, or one of an unknown format; TrainingError when it is damaged.
     """
     path = find_latest(folder)
     if path is None:
         raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
-    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    remedy = "move it away to go on from the one before it"
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--load {path}: state.json is damaged ({error}); {remedy}") from error
     if state.get("format") != _FORMAT:
         raise ConfigError(f"--load {path}: checkpoint format {state.get('format')!r}, this vime reads {_FORMAT}")
-    trainer.load(path / "trainer")
+    try:
+        trainer.load(path / "trainer")
+    except TrainingError as error:
+        raise TrainingError(f"--load {path} cannot be loaded; if it is damaged, {remedy}: {error}") from error
     source.restore(state["data_source"])
     return Restored(int(state["rollout_id"]) + 1, path)
