@@ -182,12 +182,19 @@ def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: P
     for content, words in (
         ('{"input": "a", "label": "b"}\n{oops\n', "line 2: not JSON"),
         ("[1]\n", "line 1: holds a list, not an object"),
+        ("[" * 100_000 + "\n", "line 1: not JSON (maximum recursion depth"),
         ("\n\n", "is empty"),
     ):
         path = tmp_path / "bad.jsonl"
         path.write_text(content)
         found = problems(changed(right, data__prompt_data=str(path)))
         assert len(found) == 1 and words in found[0] and str(path) in found[0]
+
+
+def test_a_byte_order_mark_before_the_prompts_is_fine(right: Config, tmp_path: Path) -> None:
+    path = tmp_path / "bom.jsonl"
+    path.write_text('{"input": "a", "label": "b"}\n', encoding="utf-8-sig")
+    assert problems(changed(right, data__prompt_data=str(path))) == []
 
 
 def test_the_model_that_training_starts_from_is_not_overwritten(right: Config, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def check_hooks(config: Config) -> Iterator[str]:
 def _check_jsonl(flag: str, path: str, input_key: str, label_key: str | None) -> Iterator[str]:
     keys = [input_key, *([label_key] if label_key is not None else [])]
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:
             seen = 0
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -125,7 +125,7 @@ def _check_jsonl(flag: str, path: str, input_key: str, label_key: str | None) ->
 def _line_problem(line: str, keys: Sequence[str]) -> str | None:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON ({error}); each line holds one object"
     if not isinstance(record, dict):
         return f"holds a {type(record).__name__}, not an object"

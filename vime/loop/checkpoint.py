@@ -57,7 +57,7 @@ def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: Dat
         else:
             partial.rename(final)
     except BaseException as error:
-        free = shutil.disk_usage(partial).free
+        free = shutil.disk_usage(folder).free
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
             raise OSError(errno.ENOSPC, f"checkpoint of rollout {rollout_id}: the disk is full", str(folder)) from error
