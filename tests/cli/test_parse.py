@@ -127,6 +127,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: 
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus: more devices"),
         ("--vllm-enable-sleep-mode", "engines keep their memory"),
         ("--vllm-seed", "--rollout-seed"),
+        ("--vllm-max-model-len", "--rollout-max-context-len"),
         ("--vllm-port", "a free port"),
         ("--vllm-api-key", "vime makes a key"),
         ("--vllm-weight-transfer-config", "--update-weight-transport"),

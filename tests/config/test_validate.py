@@ -133,6 +133,8 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"data__label_key": None}, "--rm-type exact_match compares with a label; name its key"),
         ({"data__apply_chat_template_kwargs": [1]}, "--apply-chat-template-kwargs is [1], but needs a JSON object"),
         ({"megatron": {"lr": 1e-6, "adam_beta1": 1.0}}, "--adam-beta1 is 1.0, but must be at least 0 and below 1"),
+        ({"megatron": {"lr": 1e-6, "optimizer": "adma"}}, "--optimizer is adma, but must be one of adam, sgd"),
+        ({"rollout__start_rollout_id": 1}, "--start-rollout-id is 1, but the run ends before rollout 1"),
         ({"megatron": {"lr": 1e-6, "weight_decay": -0.1}}, "--weight-decay is -0.1, but must be at least 0"),
         ({"log__run_dir": "/dev/null/run"}, "--run-dir /dev/null/run cannot be made: /dev/null is a file"),
         ({"checkpoint__load": "/no/such"}, "--load /no/such: there is no such folder"),

@@ -31,6 +31,7 @@ OWNED = {
     "hf_config_path": "use --hf-checkpoint",
     "served_model_name": "vime names the model itself",
     "seed": "use --rollout-seed",
+    "max_model_len": "use --rollout-max-context-len",
     "tensor_parallel_size": "an engine has one device; use --rollout-num-gpus: more devices are more engines",
     "pipeline_parallel_size": "an engine has one device; use --rollout-num-gpus: more devices are more engines",
     "data_parallel_size": "use --rollout-num-gpus: more devices are more engines",

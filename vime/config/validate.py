@@ -99,6 +99,9 @@ def _required(config: Config) -> Iterator[str]:
         yield "--rollout-batch-size is required: prompts per rollout"
     if config.rollout.num_rollout is None and config.rollout.num_epoch is None:
         yield "--num-rollout is required (rollouts to run), or --num-epoch (epochs over the prompts)"
+    start, end = config.rollout.start_rollout_id, config.rollout.num_rollout
+    if start is not None and end is not None and start >= end:
+        yield f"--start-rollout-id is {start}, but the run ends before rollout {end} (--num-rollout)"
     if "lr" not in config.megatron:
         yield "--lr is required: the learning rate, such as 1e-6"
 
@@ -316,6 +319,7 @@ def _stop_rule(config: Config) -> Iterator[str]:
         )
 
 
+_OPTIMIZERS = ("adam", "sgd")
 # (Megatron field, least value, value it must stay below)
 _OPTIMIZER_RANGES = (
     ("adam_beta1", 0, 1.0),
@@ -338,6 +342,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
     if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
         yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
+    if megatron.get("optimizer", "adam") not in _OPTIMIZERS:
+        yield f"--optimizer is {megatron['optimizer']}, but must be one of {', '.join(_OPTIMIZERS)}"
     for name, least, below in _OPTIMIZER_RANGES:
         value = megatron.get(name)
         if value is not None and not (least <= value < below):
