@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -166,3 +169,22 @@ def test_without_engines_or_without_prompts_to_probe_with_there_is_no_sync() -> 
             probe_interval=5,
             probe_tolerance=1e-4,
         )
+
+
+def test_closing_does_not_wait_for_an_engine_that_never_answers() -> None:
+    sync, _, (engine,), _ = make()
+    asked, answer = threading.Event(), threading.Event()
+    engine.pause = lambda mode="keep": (asked.set(), answer.wait(30))  # type: ignore[method-assign, assignment, misc]
+
+    def publish() -> None:
+        with contextlib.suppress(RuntimeError):  # no further step can be handed to threads that are closed
+            sync.publish()
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    assert asked.wait(10)
+    begin = time.monotonic()
+    sync.close()
+    assert time.monotonic() - begin < 5
+    answer.set()
+    publishing.join(10)

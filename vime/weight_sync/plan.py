@@ -103,8 +103,8 @@ class WeightSync:
         return version
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._pool.shutdown()
+        """Stop the threads; a call that an engine never answers ends with the engine, and is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, version: PolicyVersion) -> tuple[int, int]:
         num_bytes = num_buckets = 0

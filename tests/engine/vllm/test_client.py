@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from vime.engine.vllm import client as client_module
-from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.versions import KNOWN
-from vime.errors import EngineError
+from vime.errors import EngineDead, EngineError
 from vime.protocols import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest(request_id="r-1", token_ids=(1,), sampling=SamplingParams(), session_id="s-1")
@@ -163,3 +166,36 @@ def test_one_client_serves_one_loop_after_the_other() -> None:
         with pytest.raises(EngineError, match="failed 6 times"):
             asyncio.run(client.generate(REQUEST))
     assert client.counters["requests"] == 2
+
+
+def test_an_engine_that_closes_its_port_and_never_answers_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What vLLM's server does when its engine core dies during a request: it waits for the connection to end.
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted: list[socket.socket] = []
+
+    def accept_and_close() -> None:
+        accepted.append(listener.accept()[0])
+        listener.close()
+
+    threading.Thread(target=accept_and_close, daemon=True).start()
+    engine = VllmEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", "key", KNOWN[0, 32])
+    begin = time.monotonic()
+    with pytest.raises(EngineDead, match="closed its port while a request was open"):
+        engine.pause()
+    assert time.monotonic() - begin < 5
+    accepted[0].close()
+
+
+def test_an_engine_that_takes_its_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.02)
+
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.2)
+        return web.json_response({"status": "paused"})
+
+    async def body(client: RouterClient) -> None:
+        engine = VllmEngine(client._router_url, "key", KNOWN[0, 32])
+        await asyncio.to_thread(engine.pause)
+
+    run(slow, body)

@@ -6,9 +6,14 @@ Neither imports vLLM. Control calls go straight to each engine: the router would
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -24,6 +29,7 @@ from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
 _MAX_ATTEMPTS = 6
+_LOOK_S = 5.0  # between two looks at whether an engine that has not answered yet still listens
 _FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
 
 
@@ -174,7 +180,7 @@ class VllmEngine:
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
-            response = self._http.request(method, path, **options)
+            response = self._watched(partial(self._http.request, method, path, **options))
         except httpx.ConnectError as error:
             raise EngineDead(f"{self.url}{path}: nobody listens there ({error}); the engine's log says why") from error
         except httpx.TransportError as error:
@@ -182,6 +188,41 @@ class VllmEngine:
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
         return dict(response.json()) if response.content else {}
+
+    def _watched(self, request: Callable[[], httpx.Response]) -> httpx.Response:
+        """The answer to a request, given up when nobody listens at the engine's address any more.
+
+        When vLLM's engine core dies, its server closes its port and then waits for open connections, for ever: without
+        a look from outside, both sides would wait for each other until the time is up.
+        """
+        done: Future[httpx.Response] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(request())
+            except BaseException as error:
+                done.set_exception(error)
+
+        # Not a pool: a request that is given up ends with the server's process, and nothing may wait for it.
+        threading.Thread(target=run, name="engine-call", daemon=True).start()
+        while True:
+            try:
+                return done.result(timeout=_LOOK_S)
+            except FutureTimeout:
+                if done.done():
+                    return done.result()
+                self._check_listening()
+
+    def _check_listening(self) -> None:
+        url = httpx.URL(self.url)
+        try:
+            socket.create_connection((url.host, url.port or 80), timeout=_LOOK_S).close()
+        except ConnectionRefusedError as error:
+            raise EngineDead(
+                f"{self.url} closed its port while a request was open: its engine core died; the engine's log says why"
+            ) from error
+        except OSError:
+            pass  # busy, or not to be reached right now: the request's own time limit decides
 
     def _expect(self, answer: Mapping[str, Any], field: str, value: Any) -> None:
         if answer.get(field) != value:
