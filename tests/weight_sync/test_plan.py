@@ -174,7 +174,12 @@ def test_without_engines_or_without_prompts_to_probe_with_there_is_no_sync() -> 
 def test_closing_does_not_wait_for_an_engine_that_never_answers() -> None:
     sync, _, (engine,), _ = make()
     asked, answer = threading.Event(), threading.Event()
-    engine.pause = lambda mode="keep": (asked.set(), answer.wait(30))  # type: ignore[method-assign, assignment, misc]
+
+    def pause(mode: str = "keep") -> None:
+        asked.set()
+        answer.wait(30)
+
+    engine.pause = pause  # type: ignore[method-assign]
 
     def publish() -> None:
         with contextlib.suppress(RuntimeError):  # no further step can be handed to threads that are closed
