@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
                 f"--run-dir {path} holds the metrics of another run; choose another folder, or resume with --load"
             )
         )
-    folder = RunFolder(path)
-    folder.write_config({"settings": config, "origin": resolved.origin})
-    folder.write_versions()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end cleanly, as with ctrl-C
     try:
+        folder = RunFolder(path)
+        folder.write_config({"settings": config, "origin": resolved.origin})
+        folder.write_versions()
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")
             progress.message("loading Ray and transformers")

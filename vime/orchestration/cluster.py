@@ -8,7 +8,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import ray
 from ray.util.placement_group import placement_group
@@ -40,7 +41,8 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
     ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
     # ray.init takes SIGTERM to print a stack and die at once, which would leave the run's processes to find out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt_once)
     try:
         if (nodes := sum(node["Alive"] for node in ray.nodes())) > 1:  # type: ignore[no-untyped-call]
             raise ConfigError(
@@ -67,3 +69,11 @@ def create_placement_group(platform: Platform, layout: Layout) -> Any:
     group = placement_group([dict(bundle) for _ in range(layout.num_devices)], strategy="PACK")
     ray.get(group.ready(), timeout=300)
     return group
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """End the run as ctrl-C does; further signals would only interrupt the ending of its processes."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    print("vime: stopping", file=sys.stderr, flush=True)
+    raise KeyboardInterrupt

@@ -85,11 +85,13 @@ class EngineFleet:
         return RouterClient(self._router.url, urls, self._key, max_connections=connections)
 
     def check_alive(self) -> None:
-        """Raises: EngineDead naming the engines whose process is gone."""
+        """Raises: EngineDead naming the engines whose process is gone, or the router."""
         alive = [_answers_alive(call) for call in [w.is_alive.remote() for w in self._workers]]
         if dead := [i for i, up in enumerate(alive) if not up]:
             logs = ", ".join(str(self._log_dir / f"engine_{i}.log") for i in dead)
             raise EngineDead(f"engine {dead} of {len(alive)} is gone; its last words are in {logs}")
+        if self._router is not None and not self._router.is_alive():
+            raise EngineDead(f"the router is gone; its last words are in {self._log_dir / 'router.log'}")
 
     def close(self) -> None:
         """End router and engines. Safe to call at any point, more than once; hides no error that led here."""

@@ -18,6 +18,8 @@ def prepare(cluster: ClusterConfig) -> None:
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token" and cluster.ray_address is None:
         raise RuntimeError("Ray was imported before its token authentication could be switched on")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Calls that nobody waits for any more fail when a run is interrupted; their stacks would bury its last line.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Trainers and engines share devices in fractions on purpose; Ray would hide the devices of actors that claim none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if cluster.ray_address is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,11 @@ class TrainerWorker:
         self._trainer: Any = None
         self._buckets: Iterator[BucketMessage | None] | None = None
 
-    def free_address(self) -> str:
-        """host:port at which the ranks can meet; asked of rank 0."""
-        import socket
+    def setup(self, meeting_file: str) -> None:
+        """Join the other ranks and build the model. Called once, on all ranks at the same time.
 
-        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        with socket.socket() as s:
-            s.bind((host, 0))
-            return f"{host}:{s.getsockname()[1]}"
-
-    def setup(self, address: str) -> None:
-        """Join the other ranks and build the model. Called once, on all ranks at the same time."""
+        A file to meet at, because torch's TCP store would listen on every interface and ask nobody for a key.
+        """
         from vime.trainer.megatron.known_warnings import silence
 
         silence()
@@ -70,7 +65,7 @@ class TrainerWorker:
             platform=self._platform,
             rank=self._rank,
             world_size=self._world_size,
-            init_method=f"tcp://{address}",
+            init_method=f"file://{meeting_file}",
             total_steps=self._total_steps,
             writer=self._make_writer() if self._rank == 0 and self._transport is not None else None,
         )
@@ -136,6 +131,7 @@ class TrainerGroup:
     ) -> None:
         self._setups: list[Any] = []
         self._is_usable = False
+        self._meeting = tempfile.TemporaryDirectory(prefix="vime-ranks-")
         world = len(layout.trainer_devices)
         share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
         claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
@@ -160,8 +156,8 @@ class TrainerGroup:
 
     def start(self) -> None:
         """Begin to set up all ranks; `wait_ready` waits for them."""
-        (address,) = self._wait([self._workers[0].free_address.remote()])
-        self._setups = [w.setup.remote(address) for w in self._workers]
+        meeting_file = str(Path(self._meeting.name) / "ranks")
+        self._setups = [w.setup.remote(meeting_file) for w in self._workers]
 
     def wait_ready(self) -> None:
         """Block until every rank has its model. Raises: ConfigError for what cannot be trained."""
@@ -234,6 +230,7 @@ class TrainerGroup:
             self._all("close")
         for worker in self._workers:
             ray.kill(worker)
+        self._meeting.cleanup()
 
 
 class EngineWorker:

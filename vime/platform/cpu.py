@@ -90,8 +90,9 @@ class CpuPlatform:
         }
 
     def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
-        """The cores are shared out among the ranks."""
-        return {"OMP_NUM_THREADS": str(max(1, self.device_count() // ranks_on_node))}
+        """The cores are shared out among the ranks, which talk over the loopback."""
+        threads = max(1, self.device_count() // ranks_on_node)
+        return {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def cpu_flags() -> set[str]:

@@ -175,6 +175,15 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_folder,
     assert all(torch.equal(t, before[n]) for n, t in trainer._hf_tensors())
 
 
+def test_a_token_outside_the_vocabulary_is_named(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+    batch = make_batch(LENGTHS)
+    batch.tokens[3] = 10_000
+    with pytest.raises(TrainingError, match="rollout 7 holds token ids from .* to 10000"):
+        trainer.train(batch)
+
+
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(model_folder, make_trainer, make_batch):
     folder, _ = model_folder()
     trainer = make_trainer(folder)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vime.algo.mismatch import log_prob_abs_diff
 from vime.config import Config
 from vime.data.packing import plan_steps
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
 from vime.protocols import BucketWriter
@@ -198,9 +198,15 @@ class MegatronTrainer:
 
         Returns: means over the optimizer steps, each weighted by loss_weights inside a step, and the mismatch with the
             engine before the first of them.
-        Raises: TrainingError naming rank, rollout and step if a loss or gradient is not finite.
+        Raises: TrainingError naming rank, rollout and step if a loss or gradient is not finite, or a token id is not
+            in the vocabulary.
         """
         metrics: Metrics = {}
+        if not 0 <= batch.tokens.min() <= batch.tokens.max() < self._model.vocab_size:
+            raise TrainingError(
+                f"rollout {batch.rollout_id} holds token ids from {batch.tokens.min()} to {batch.tokens.max()}, the "
+                f"model's vocabulary has {self._model.vocab_size}; look at what the generate function appends"
+            )
         algo = self._config.algo
         mask = batch.loss_mask.astype(np.bool_)
         policy_loss = algo.loss_type == "policy_loss"
