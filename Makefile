@@ -24,7 +24,7 @@ quickstart: $(STAMP)  ## GRPO end to end on this machine's CPU
 test: $(STAMP)  ## everything but slow and gpu
 	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-fast: $(STAMP)  ## what needs no engine and no ranks, about a minute
+test-fast: $(STAMP)  ## what needs no engine and no ranks, about two minutes
 	@$(PY) -m pytest -m "not slow and not gpu and not engine and not ranks" $(ARGS)
 
 test-slow: $(STAMP)  ## minutes each: learning, control runs, examples
