@@ -5,7 +5,7 @@ The loops (vime/loop) are written on these alone; orchestration builds the objec
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -146,17 +146,6 @@ class Engine(Protocol):
         """Pause, and refuse to resume until a weight sync has ended well."""
 
     def health(self) -> bool: ...
-
-
-class Transport(Protocol):
-    """Moves buckets from the trainer to engines."""
-
-    def connect(self, trainer: Trainer, engines: Sequence[Engine]) -> None: ...
-
-    def send(self, version: PolicyVersion, buckets: Iterable[BucketMessage]) -> None:
-        """Every bucket to every engine."""
-
-    def close(self) -> None: ...
 
 
 class BucketWriter(Protocol):

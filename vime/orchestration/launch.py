@@ -219,13 +219,16 @@ def _build_stages(
             global_batch_size=sizes.global_batch_size(config),
         )
 
-    save_folder = Path(config.checkpoint.save or plan.folder.path / "checkpoints")
+    def save(rollout_id: int) -> Path:
+        assert config.checkpoint.save is not None, "the cadence saves only where --save names a folder"
+        return save_checkpoint(Path(config.checkpoint.save), rollout_id, trainer, source)
+
     return Stages(
         rollout=rollout,
         trainer=trainer,
         publisher=publisher,
         make_batch=make_batch,
-        save=lambda rollout_id: save_checkpoint(save_folder, rollout_id, trainer, source),
+        save=save,
     )
 
 

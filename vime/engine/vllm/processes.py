@@ -17,10 +17,8 @@ import vime
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): .{1,500}")
 
-
-_PORTS = range(
-    10_000, 32_768
-)  # below what Linux hands to outgoing connections, which would take it before a child binds
+# Below what Linux hands to outgoing connections, which could take a port before the child binds it.
+_PORTS = range(10_000, 32_768)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
