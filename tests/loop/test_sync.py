@@ -30,9 +30,9 @@ class World:
         self.calls.append(f"generate {rollout_id} at v{self.version}")
         return RolloutResult([Group(0, [])], {"rollout/raw_reward": 0.5})
 
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
+    def evaluate(self, rollout_id: int) -> RolloutResult:
         self.calls.append(f"evaluate {rollout_id} at v{self.version}")
-        return {"eval/heldout": 0.25}
+        return RolloutResult([Group(0, [])], {"eval/heldout": 0.25})
 
     def train(self, batch: Any) -> dict[str, float]:
         self.calls.append(f"train {batch}")
@@ -115,6 +115,10 @@ def test_stage_times_add_up_to_the_step_and_every_stage_reports(tmp_path: Path) 
         assert sum(stages) == pytest.approx(row["perf/step_time"], abs=1e-9)
         assert row["train/policy_version"] == row["step"]
     assert (tmp_path / "rollouts" / "rollout_000001.parquet").exists()
+    assert sorted(p.name for p in (tmp_path / "evaluations").iterdir()) == [
+        "before_training.parquet",
+        "rollout_000001.parquet",
+    ]
 
 
 def test_a_failing_stage_ends_the_run_and_leaves_no_half_written_step(tmp_path: Path) -> None:

@@ -180,5 +180,5 @@ class LogConfig:
 
     run_dir: str = setting("runs/{time}", "folder of this run; {time} is replaced by its start time")
     use_tensorboard: bool = setting(False, "write TensorBoard events under the run folder")
-    no_save_rollouts: bool = setting(False, "do not keep the rollouts trained on")
+    no_save_rollouts: bool = setting(False, "do not keep the samples of rollouts and evaluations")
     engine_start_timeout_s: float = setting(600.0, "seconds an engine may take to start")

@@ -9,7 +9,7 @@ from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
 from vime.observability.timers import StageTimer
 from vime.observability.writers import MetricWriter
-from vime.types import Group, Metrics
+from vime.types import Group, Metrics, RolloutResult
 
 
 class Step:
@@ -36,6 +36,12 @@ class Step:
         if self._folder is not None:
             self._folder.write_rollout(self._rollout_id, groups)
 
+    def add_evaluation(self, result: RolloutResult) -> None:
+        """Metrics of an evaluation; its samples go into the run folder, where the run keeps them."""
+        self.add(result.metrics)
+        if self._folder is not None:
+            self._folder.write_evaluation(self._rollout_id, result.groups)
+
 
 class Recorder:
     """Made once per run; `setup` once, then `step` for each rollout in order.
@@ -44,7 +50,7 @@ class Recorder:
         folder: the run's folder.
         progress: where to say what is going on.
         writer: takes each step's metrics.
-        keep_rollouts: write the rollouts trained on.
+        keep_rollouts: write the samples of rollouts and evaluations.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class Recorder:
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
         """What comes before the first step: written as step `start - 1`, without step times, if it has metrics."""
-        step = Step(self._progress, None, start - 1)
+        step = Step(self._progress, self._folder if self._keep else None, start - 1)
         yield step
         if step.metrics:
             self._writer.write(start - 1, step.metrics)

@@ -21,8 +21,8 @@ class Rollout(Protocol):
     def generate(self, rollout_id: int) -> RolloutResult:
         """The groups of one rollout."""
 
-    def evaluate(self, rollout_id: int) -> Metrics:
-        """Metrics of all held-out sets under the weights the engines have now."""
+    def evaluate(self, rollout_id: int) -> RolloutResult:
+        """Samples and metrics of all held-out sets under the weights the engines have now."""
 
 
 class Publisher(Protocol):
@@ -59,7 +59,7 @@ def run_sync(
             version = stages.publisher.publish()  # a resumed trainer is ahead of what the engines loaded
         if eval_before:
             with setup.stage("eval"):
-                setup.add(stages.rollout.evaluate(start - 1))
+                setup.add_evaluation(stages.rollout.evaluate(start - 1))
 
     for rollout_id in range(start, cadence.num_rollout):
         with recorder.step(rollout_id) as step:
@@ -80,7 +80,7 @@ def run_sync(
                 step.add(stages.publisher.metrics)
             if cadence.eval_due(rollout_id, last=last):
                 with step.stage("eval"):
-                    step.add(stages.rollout.evaluate(rollout_id))
+                    step.add_evaluation(stages.rollout.evaluate(rollout_id))
         if last:
             return rollout_id
     return start - 1

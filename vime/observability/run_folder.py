@@ -43,6 +43,7 @@ class RunFolder:
     """A run's folder, made when it does not exist. Files appear whole: written under another name, then renamed.
 
     config.yaml  versions.json  metrics.jsonl  tensorboard/  rollouts/rollout_000000.parquet
+    evaluations/before_training.parquet  evaluations/rollout_000000.parquet
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -62,6 +63,11 @@ class RunFolder:
     def rollout_path(self, rollout_id: int) -> Path:
         """The file of one rollout."""
         return self.path / "rollouts" / f"rollout_{rollout_id:06d}.parquet"
+
+    def evaluation_path(self, rollout_id: int) -> Path:
+        """The file of the evaluation after a rollout; -1 is the one before the first."""
+        name = f"rollout_{rollout_id:06d}" if rollout_id >= 0 else "before_training"
+        return self.path / "evaluations" / f"{name}.parquet"
 
     def write_config(self, config: Any) -> Path:
         """Write the resolved settings (a dataclass or a mapping) as config.yaml, secrets left out."""
@@ -83,9 +89,17 @@ class RunFolder:
         tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled); weight_versions (version,
         start, end); metadata as JSON. Raises: OSError (a full disk); no partial file stays.
         """
+        return self._write_samples(self.rollout_path(rollout_id), rollout_id, groups)
+
+    def write_evaluation(self, rollout_id: int, groups: Sequence[Group]) -> Path:
+        """Write the held-out samples of an evaluation, as `write_rollout` does; metadata holds their eval_set."""
+        return self._write_samples(self.evaluation_path(rollout_id), rollout_id, groups)
+
+    @staticmethod
+    def _write_samples(path: Path, rollout_id: int, groups: Sequence[Group]) -> Path:
         import pyarrow.parquet as pq
 
-        path = self.rollout_path(rollout_id)
+        path.parent.mkdir(exist_ok=True)
         with _whole(path) as temporary:
             pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples]), temporary, compression="zstd")
         return path

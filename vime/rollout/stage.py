@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vime.protocols import DataSource, RolloutContext
-from vime.types import Metrics, RolloutResult
+from vime.types import RolloutResult
 
 
 class RolloutStage:
@@ -34,7 +34,7 @@ class RolloutStage:
         """The groups to train on."""
         return self._generate(self._context, rollout_id, self._source, self._context.engines)
 
-    def evaluate(self, rollout_id: int) -> Metrics:
-        """Metrics of the held-out sets."""
+    def evaluate(self, rollout_id: int) -> RolloutResult:
+        """Samples and metrics of the held-out sets."""
         engines = self._context.engines
-        return self._evaluate(self._context, rollout_id, self._eval_source, engines, evaluation=True).metrics
+        return self._evaluate(self._context, rollout_id, self._eval_source, engines, evaluation=True)
