@@ -45,8 +45,8 @@ type: $(STAMP)  ## mypy
 imports: $(STAMP)  ## the arrows between packages
 	@lint-imports
 
-docs: $(STAMP)  ## regenerate docs/metrics.md from the table of metrics
-	@$(PY) -c "from vime.observability.metrics import as_markdown; print(as_markdown(), end='')" > docs/metrics.md
+docs: $(STAMP)  ## regenerate docs/configuration.md and docs/metrics.md
+	@$(PY) -m vime.cli.docs docs
 
 check: lint type imports  ## all static checks
 

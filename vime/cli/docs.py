@@ -1,0 +1,93 @@
+"""The generated pages of docs/: `python -m vime.cli.docs [FOLDER]` writes them, as `make docs` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.cli.flag import Flag
+from vime.cli.vime_flags import section_classes, vime_flags
+from vime.observability.metrics import as_markdown
+
+_INTRODUCTION = """\
+# Settings
+
+Generated from `vime/config/sections.py` by `make docs`; change it there.
+
+A setting is given as `--name value` on the command line or as `name: value` in a YAML file (`--config file.yaml`, may be
+repeated; the command line wins). A bool is switched by `--name` and `--no-name`; a list takes several words. `none`
+(YAML: `null`) gives an optional setting no value. A name that does not exist is refused with the nearest one, and so is a
+value that nothing reads as the run is configured; all problems are listed at once, before anything starts.
+`vime config` with the flags of a run prints what they resolve to and where each value came from.
+
+Three further owners keep their own names; their tables come from what is installed:
+
+| owner | names | listed by |
+|---|---|---|
+| megatron-core: parallelism, optimizer, precision | as in Megatron-LM: `--tensor-model-parallel-size`, `--lr`, `--bf16` | `python train.py --help-megatron` |
+| vLLM: engines | `--vllm-` before the names of `AsyncEngineArgs`: `--vllm-gpu-memory-utilization` | `python train.py --help-vllm` |
+| vllm-router | `--router-` before its own names: `--router-policy` | `python train.py --help-router` |
+
+The model's shape is never set: it is read from the HF checkpoint.
+"""  # noqa: E501
+
+
+def configuration_page() -> str:
+    """docs/configuration.md: every setting of vime's own, section by section."""
+    classes = section_classes()
+    flags = list(vime_flags().values())
+    lines = [_INTRODUCTION]
+    lines += [f"* [{name}](#{name}): {_summary(cls)}" for name, cls in classes.items()]
+    for name, cls in classes.items():
+        lines += ["", f"## {name}", "", " ".join((cls.__doc__ or "").split()), ""]
+        lines += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(flag) for flag in flags if flag.group == name]
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Every generated page: name of its file in docs/ -> text."""
+    return {"configuration.md": configuration_page(), "metrics.md": as_markdown()}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the pages into a folder, docs/ by default. Returns: 0."""
+    folder = Path(argv[0]) if argv else Path("docs")
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _summary(cls: type[Any]) -> str:
+    text = " ".join((cls.__doc__ or "").split()).split(". ")[0].rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _row(flag: Flag) -> str:
+    return f"| `--{flag.name}` | {_takes(flag)} | {_default(flag)} | {_cell(flag.help)} |"
+
+
+def _takes(flag: Flag) -> str:
+    kind = " or ".join(f"`{choice}`" for choice in flag.choices) or {"str": "text", "json": "JSON"}.get(
+        flag.kind, flag.kind
+    )
+    return f"{kind}, several" if flag.is_list else kind
+
+
+def _default(flag: Flag) -> str:
+    if flag.default is None or flag.default in ("", [], {}):
+        return ""
+    if isinstance(flag.default, bool):
+        return "on" if flag.default else "off"
+    return f"`{flag.default}`"
+
+
+def _cell(text: str) -> str:
+    """Text inside a table's cell; what looks like HTML or a column's end is escaped."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
