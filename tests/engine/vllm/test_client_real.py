@@ -58,6 +58,29 @@ def generate(router: RouterProcess, engine: EngineServer, key: str, request: Gen
     return asyncio.run(run())
 
 
+def test_seeded_prompts_that_do_not_fit_into_one_engine_step_are_all_answered(
+    router: RouterProcess, engine: EngineServer, run_key: str
+) -> None:
+    """vLLM 0.32 dies of a seeded prompt that is cut in two on the CPU; a step takes 2,048 prompt tokens."""
+    requests = [
+        GenerateRequest(
+            request_id=f"long-{i}",
+            token_ids=(*range(20, 20 + i), *(30 + (i * j) % 60 for j in range(300))),
+            sampling=SamplingParams(max_tokens=2, seed=i, ignore_eos=True),
+        )
+        for i in range(12)
+    ]
+
+    async def run() -> list[list[Completion]]:
+        client = RouterClient(router.url, [engine.url], run_key)
+        try:
+            return await asyncio.gather(*map(client.generate, requests))
+        finally:
+            await client.aclose()
+
+    assert [len(c.token_ids) for answers in asyncio.run(run()) for c in answers] == [2] * 12
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_of_the_sampling_temperature(
     router: RouterProcess, engine: EngineServer, run_key: str, tiny_qwen3: Path, tmp_path: Path, temperature: float
