@@ -62,7 +62,8 @@ def test_pandas_reads_a_rollout(tmp_path):
     assert (tmp_path / "rollouts" / "rollout_000012.parquet").exists()
     first, second = frame.iloc[0], frame.iloc[1]
     assert frame.rollout_id.tolist() == [12, 12] and frame.sample_id.tolist() == [8, 9]
-    assert (first.prompt, first.response, first.label, first.reward) == ("1+1=", "2?", "2", 1.0)
+    assert (first.prompt, first.label, first.reward) == ("1+1=", "2", 1.0)
+    assert json.loads(first.response) == "2\ud83d" and list(first.json) == ["response"]
     assert first.status == "completed" and second.status == "pending"
     assert first.tokens.tolist() == [1, 2, 5, 6, 7] and first.loss_mask.tolist() == [1, 1, 0]
     np.testing.assert_array_equal(first.rollout_log_probs, np.array([-0.25, -0.5, np.nan], np.float32))

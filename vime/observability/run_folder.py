@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 import vime
-from vime.types import Group, Sample
+from vime.observability.rollout_file import write_rollout
+from vime.types import Group
 
 _PACKAGES = (
     "torch",
@@ -71,23 +72,20 @@ class RunFolder:
 
     def write_config(self, config: Any) -> Path:
         """Write the resolved settings (a dataclass or a mapping) as config.yaml, secrets left out."""
-        with _whole(self.path / "config.yaml") as temporary:
+        with whole(self.path / "config.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(plain_settings(config), sort_keys=False, allow_unicode=True), "utf-8")
         return self.path / "config.yaml"
 
     def write_versions(self) -> Path:
         """Write versions.json: what software and machine this run used."""
-        with _whole(self.path / "versions.json") as temporary:
+        with whole(self.path / "versions.json") as temporary:
             temporary.write_text(json.dumps(versions(), indent=2) + "\n", "utf-8")
         return self.path / "versions.json"
 
     def write_rollout(self, rollout_id: int, groups: Sequence[Group]) -> Path:
-        """Write the samples of a rollout, one row each, as Parquet. `pandas.read_parquet` reads it.
+        """Write the samples of a rollout as Parquet (rollout_file.py has the columns).
 
-        Columns: rollout_id, group_id, sample_id, trajectory_id; prompt (chat messages as JSON), response, label (JSON
-        unless it is text); reward (the number; null for a dict), rewards (the dict as JSON); status; supervised;
-        tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled); weight_versions (version,
-        start, end); metadata as JSON. Raises: OSError (a full disk); no partial file stays.
+        Raises: OSError (a full disk); no partial file stays.
         """
         return self._write_samples(self.rollout_path(rollout_id), rollout_id, groups)
 
@@ -97,16 +95,14 @@ class RunFolder:
 
     @staticmethod
     def _write_samples(path: Path, rollout_id: int, groups: Sequence[Group]) -> Path:
-        import pyarrow.parquet as pq
-
         path.parent.mkdir(exist_ok=True)
-        with _whole(path) as temporary:
-            pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples]), temporary, compression="zstd")
+        with whole(path) as temporary:
+            write_rollout(temporary, rollout_id, groups)
         return path
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its name when the block ends well, and is removed otherwise."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -175,39 +171,3 @@ def _cpu_model() -> str:
         lines = []
     found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return found or platform.processor() or platform.machine()
-
-
-def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
-    import pyarrow as pa
-
-    span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-    columns: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
-        "rollout_id": (pa.int64(), lambda s: rollout_id),
-        "group_id": (pa.int64(), lambda s: s.group_id),
-        "sample_id": (pa.int64(), lambda s: s.sample_id),
-        "trajectory_id": (pa.int64(), lambda s: s.trajectory_id),
-        "prompt": (pa.string(), lambda s: _text(s.prompt)),
-        "response": (pa.string(), lambda s: _text(s.response)),
-        "label": (pa.string(), lambda s: None if s.label is None else _text(s.label)),
-        "reward": (pa.float64(), lambda s: None if isinstance(s.reward, dict) else s.reward),
-        "rewards": (pa.string(), lambda s: _text(s.reward) if isinstance(s.reward, dict) else None),
-        "status": (pa.string(), lambda s: str(s.status)),
-        "supervised": (pa.bool_(), lambda s: s.supervised),
-        "tokens": (pa.list_(pa.int32()), lambda s: s.tokens),
-        "response_length": (pa.int32(), lambda s: s.response_length),
-        "loss_mask": (pa.list_(pa.uint8()), lambda s: s.loss_mask),
-        "rollout_log_probs": (pa.list_(pa.float32()), lambda s: s.rollout_log_probs),
-        "weight_versions": (
-            pa.list_(span),
-            lambda s: [{"version": v.version, "start": v.start, "end": v.end} for v in s.weight_versions],
-        ),
-        "metadata": (pa.string(), lambda s: _text(s.metadata)),
-    }
-    return pa.table({name: pa.array([get(s) for s in samples], kind) for name, (kind, get) in columns.items()})
-
-
-def _text(value: Any) -> str:
-    """Text as it is, anything else as JSON (objects JSON does not know by their repr); always valid UTF-8."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    # A response may end inside a character; a lone surrogate would make the whole file unwritable.
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,167 @@
+"""A rollout as a Parquet file: what pandas reads, and what restores every sample exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vime.errors import DataError
+from vime.types import Group, Sample, SampleStatus, VersionSpan
+
+# Fields of a sample with a column type of their own.
+_TYPED = frozenset(
+    "prompt response label reward status supervised tokens response_length loss_mask rollout_log_probs "
+    "weight_versions routed_experts group_id sample_id trajectory_id".split()
+)
+
+
+def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
+    """Write the samples of a rollout, one row each. `read_rollout` and `pandas.read_parquet` read it.
+
+    Columns: rollout_id, group_id, sample_id, trajectory_id; prompt, response, label (text, or JSON where the column
+    `json` of the row names it); reward (the number; null for a dict), rewards (the dict as JSON); status; supervised;
+    tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled; float32 if that holds them all
+    exactly, else float64); weight_versions (version, start, end); routed_experts (dtype, shape, bytes); metadata,
+    trace and any further field as JSON. Objects that JSON does not know are written as their repr, and come back as
+    that text.
+    """
+    import pyarrow.parquet as pq
+
+    pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples]), path, compression="zstd")
+
+
+def read_rollout(path: Path | str) -> list[Group]:
+    """The groups of a file that `write_rollout` wrote, in their order, each sample as it was.
+
+    Raises: DataError if the file cannot be read, or is not of this kind.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+        samples = [_sample(row) for row in rows]
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read as a rollout: {type(error).__name__}: {error}; give a Parquet file of a run's "
+            "rollouts/ folder or of --save-debug-rollout-data"
+        ) from error
+    return [Group(group_id, list(members)) for group_id, members in groupby(samples, lambda s: s.group_id)]
+
+
+def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
+    import pyarrow as pa
+
+    span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+    experts = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.binary())])
+    texts = [_texts({"prompt": s.prompt, "response": s.response, "label": s.label}) for s in samples]
+    log_prob = pa.float32() if _fits_float32(samples) else pa.float64()
+
+    def column(kind: Any, get: Callable[[Sample], Any]) -> Any:
+        return pa.array([get(s) for s in samples], kind)
+
+    return pa.table(
+        {
+            "rollout_id": column(pa.int64(), lambda s: rollout_id),
+            "group_id": column(pa.int64(), lambda s: s.group_id),
+            "sample_id": column(pa.int64(), lambda s: s.sample_id),
+            "trajectory_id": column(pa.int64(), lambda s: s.trajectory_id),
+            **{
+                name: pa.array([written[name] for written, _ in texts], pa.string())
+                for name in ("prompt", "response", "label")
+            },
+            "json": pa.array([names for _, names in texts], pa.list_(pa.string())),
+            "reward": column(pa.float64(), lambda s: None if isinstance(s.reward, dict) else s.reward),
+            "rewards": column(pa.string(), lambda s: _json(s.reward) if isinstance(s.reward, dict) else None),
+            "status": column(pa.string(), lambda s: str(s.status)),
+            "supervised": column(pa.bool_(), lambda s: s.supervised),
+            "tokens": column(pa.list_(pa.int32()), lambda s: s.tokens),
+            "response_length": column(pa.int32(), lambda s: s.response_length),
+            "loss_mask": column(pa.list_(pa.uint8()), lambda s: s.loss_mask),
+            "rollout_log_probs": column(pa.list_(log_prob), lambda s: s.rollout_log_probs),
+            "weight_versions": column(
+                pa.list_(span),
+                lambda s: [{"version": v.version, "start": v.start, "end": v.end} for v in s.weight_versions],
+            ),
+            "routed_experts": column(experts, _experts),
+            **{name: pa.array([_json(getattr(s, name)) for s in samples], pa.string()) for name in _plain_fields()},
+        }
+    )
+
+
+def _plain_fields() -> list[str]:
+    """Fields of a sample that are written as JSON in a column of their own."""
+    return [f.name for f in fields(Sample) if f.name not in _TYPED]
+
+
+def _texts(values: Mapping[str, Any]) -> tuple[dict[str, str | None], list[str]]:
+    """Each value as text, and the names of those that are JSON: whatever is no text that UTF-8 can hold."""
+    written = {
+        name: value if value is None or (isinstance(value, str) and _is_utf8(value)) else _json(value)
+        for name, value in values.items()
+    }
+    return written, [name for name, value in values.items() if written[name] is not value]
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    # A response may end inside a character; a lone surrogate would make the whole file unwritable.
+    return text if _is_utf8(text) else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return repr(value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fits_float32(samples: Sequence[Sample]) -> bool:
+    """Whether no log-prob loses anything in float32; engines compute in it, users' functions need not."""
+    values = np.fromiter((value for s in samples for value in s.rollout_log_probs), np.float64)
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(np.float32), values, equal_nan=True))
+
+
+def _experts(sample: Sample) -> dict[str, Any] | None:
+    routed = sample.routed_experts
+    if routed is None:
+        return None
+    return {"dtype": routed.dtype.str, "shape": list(routed.shape), "data": np.ascontiguousarray(routed).tobytes()}
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    is_json = set(row["json"])
+    texts = {name: json.loads(row[name]) if name in is_json else row[name] for name in ("prompt", "response", "label")}
+    routed = row["routed_experts"]
+    if routed is not None:
+        routed = np.frombuffer(routed["data"], np.dtype(routed["dtype"])).reshape(routed["shape"]).copy()
+    return Sample(
+        **texts,
+        reward=row["reward"] if row["rewards"] is None else json.loads(row["rewards"]),
+        status=SampleStatus(row["status"]),
+        supervised=row["supervised"],
+        tokens=row["tokens"],
+        response_length=row["response_length"],
+        loss_mask=row["loss_mask"],
+        rollout_log_probs=row["rollout_log_probs"],
+        weight_versions=tuple(VersionSpan(v["version"], v["start"], v["end"]) for v in row["weight_versions"]),
+        routed_experts=routed,
+        group_id=row["group_id"],
+        sample_id=row["sample_id"],
+        trajectory_id=row["trajectory_id"],
+        **{name: json.loads(row[name]) for name in _plain_fields() if name in row},
+    )
