@@ -47,3 +47,8 @@ def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
 def test_auto_takes_the_platforms_best_transport() -> None:
     assert sizes.transport_name(config(), ("shm", "disk")) == "shm"
     assert sizes.transport_name(Config(sync=SyncConfig(update_weight_transport="disk")), ("shm", "disk")) == "disk"
+
+
+def test_the_data_parallel_size_is_what_model_parallel_ranks_leave() -> None:
+    assert sizes.data_parallel_size(config(), 4) == 4
+    assert sizes.data_parallel_size(Config(megatron={"tensor_model_parallel_size": 2}), 4) == 2

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
+from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
 from vime.config.validate_files import check_eval_sets, check_hooks, check_paths, check_prompts
 from vime.config.validate_model import check_lengths, check_model
@@ -53,6 +54,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _optimizer(config),
         _stop_rule(config),
         _platform(config, facts),
+        parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
         check_lengths(config, facts.max_position_embeddings),
@@ -71,14 +73,14 @@ def generates(config: Config) -> bool:
 
 
 def training_ranks(config: Config) -> int:
-    """Processes that train; the data-parallel size while nothing else is parallel."""
+    """Processes that train."""
     return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
 
 
 def refuse_what_the_trainer_cannot_do(
     megatron: Mapping[str, Any], limits: Mapping[str, tuple[Any, str]]
 ) -> Iterator[str]:
-    """Megatron settings at another value than the one this version's trainer runs (parallelism but data-parallel).
+    """Megatron settings at another value than the one this version's trainer runs.
 
     Args:
         megatron: what the user gave, by field name.
@@ -229,19 +231,20 @@ def _batch_sizes(config: Config) -> Iterator[str]:
             )
             return
     step_size = batch if batch else samples // (steps or 1)
-    ranks = training_ranks(config)
-    if ranks < 1:
-        return
+    sizes = parallel_sizes(config.megatron)
+    if training_ranks(config) < 1 or sizes.model < 1 or training_ranks(config) % sizes.model:
+        return  # said elsewhere
+    ranks = training_ranks(config) // sizes.model
     if not train.use_dynamic_batch_size and train.micro_batch_size > 0:
         unit = ranks * train.micro_batch_size
         if step_size % unit:
             yield (
-                f"an optimizer step has {step_size} samples, but {ranks} training ranks x --micro-batch-size "
+                f"an optimizer step has {step_size} samples, but {ranks} data-parallel ranks x --micro-batch-size "
                 f"{train.micro_batch_size} = {unit} do not divide it; use a multiple of {unit} per step, or "
                 "--use-dynamic-batch-size"
             )
     elif step_size < ranks:
-        yield f"an optimizer step has {step_size} samples for {ranks} training ranks; use at least {ranks} per step"
+        yield f"an optimizer step has {step_size} samples for {ranks} data-parallel ranks; use at least {ranks} per step"
 
 
 def _divisors(total: int, near: int) -> str:

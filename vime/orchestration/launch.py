@@ -214,7 +214,7 @@ def _build_stages(
             rollout_id=rollout_id,
             algo=config.algo,
             train=config.train,
-            dp_size=len(plan.layout.trainer_devices),
+            dp_size=sizes.data_parallel_size(config, len(plan.layout.trainer_devices)),
             reward_key=config.reward.reward_key,
             global_batch_size=sizes.global_batch_size(config),
         )

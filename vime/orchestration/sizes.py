@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config
+from vime.config.parallel import parallel_sizes
 from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE
 
@@ -43,6 +44,11 @@ def global_batch_size(config: Config) -> int:
 def steps_per_rollout(config: Config) -> int:
     """Optimizer steps that one rollout feeds."""
     return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt // global_batch_size(config)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Training ranks that work on different samples. Raises: ConfigError if `world_size` does not divide evenly."""
+    return parallel_sizes(config.megatron).data(world_size)
 
 
 def number_of_rollouts(config: Config, epoch_size: int | None) -> int:
