@@ -47,7 +47,10 @@ def problems(config: Config, **facts: Any) -> list[str]:
         "transports": ("shm", "disk"),
         "reward_names": ("exact_match", "math"),
         "shape": SHAPE,
-        "megatron_limits": {"context_parallel_size": (1, "why"), "expert_model_parallel_size": (1, "why")},
+        "megatron_limits": {
+            "virtual_pipeline_model_parallel_size": (None, "why"),
+            "expert_model_parallel_size": (1, "why"),
+        },
         "max_position_embeddings": 64,
     }
     return validate(config, Facts(**{**base, **facts}))
@@ -89,6 +92,10 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"train__num_steps_per_rollout": 3}, "--num-steps-per-rollout is 3, which does not divide"),
         ({"train__global_batch_size": 8, "train__num_steps_per_rollout": 2}, "--global-batch-size 8 x"),
         ({"train__micro_batch_size": 5}, "an optimizer step has 32 samples, but 1 data-parallel ranks x"),
+        (
+            {"megatron": {"lr": 1e-6, "context_parallel_size": 2}},
+            "--context-parallel-size 2 makes 2 ranks that work together, which does not divide the 1 training ranks",
+        ),
         ({"cluster__actor_num_gpus_per_node": 3}, "an optimizer step has 32 samples, but 3 data-parallel ranks x"),
         ({"algo__eps_clip": 1.5}, "--eps-clip is 1.5"),
         ({"algo__eps_clip_c": 1.0}, "--eps-clip-c is 1.0"),
@@ -118,8 +125,8 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
         (
-            {"megatron": {"lr": 1e-6, "context_parallel_size": 2}},
-            "--context-parallel-size is 2, but this version can only do 1: why",
+            {"megatron": {"lr": 1e-6, "virtual_pipeline_model_parallel_size": 2}},
+            "--virtual-pipeline-model-parallel-size is 2, but this version can only do None: why",
         ),
         ({"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}}, "--expert-model-parallel-size is 2, but"),
         ({"train__stop_metric": "train/loss", "train__stop_window": 0}, "--stop-window is 0, but must be at least 1"),

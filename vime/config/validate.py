@@ -244,7 +244,7 @@ def _batch_sizes(config: Config) -> Iterator[str]:
                 "--use-dynamic-batch-size"
             )
     elif step_size < ranks:
-        yield f"an optimizer step has {step_size} samples for {ranks} data-parallel ranks; use at least {ranks} per step"
+        yield f"an optimizer step has {step_size} samples for {ranks} data-parallel ranks; use {ranks} or more"
 
 
 def _divisors(total: int, near: int) -> str:
