@@ -5,7 +5,7 @@ The loops (vime/loop) are written on these alone; orchestration builds the objec
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -79,8 +79,10 @@ class Trainer(Protocol):
     def train(self, batch: TrainBatch) -> Metrics:
         """Old and reference log-probs where needed, loss, and one optimizer step per plan in `batch.steps`."""
 
-    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
-        """All weights under their HF names, bucket by bucket; a bucket is valid until the next is asked for."""
+    def weights(self, version: PolicyVersion) -> Generator[BucketMessage, None, None]:
+        """All weights under their HF names, bucket by bucket; a bucket is valid until the next is asked for.
+
+        Closed early, it tells readers that wait for the bucket to give up."""
 
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
@@ -152,7 +154,10 @@ class BucketWriter(Protocol):
     """The trainer's end of a transport: puts one bucket's bytes where the engines can read them."""
 
     def write(self, tensors: Sequence[tuple[str, Any]], version: PolicyVersion, index: int) -> BucketMessage:
-        """Lay out [(HF name, torch tensor)]; the previous bucket's place may be reused."""
+        """Lay out [(HF name, torch tensor)]; the previous bucket's place may be reused. Index 0 begins a sync."""
+
+    def call_off(self) -> None:
+        """An engine failed while it should have read the bucket: readers that wait for it are told."""
 
     def close(self) -> None: ...
 

@@ -38,7 +38,7 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     assert arguments["enable_prefix_caching"] is True and "gpu_memory_utilization" not in arguments
     for environment in (platform.engine_environment(), platform.trainer_environment(2)):
         assert all(isinstance(k, str) and isinstance(v, str) for k, v in environment.items())
-    assert set(platform.transports) <= {"shm", "disk"}
+    assert set(platform.transports) <= {"shm", "gloo", "disk"}
 
 
 def test_engine_arguments_are_vllms_own_names() -> None:

@@ -148,6 +148,30 @@ def test_a_dead_engine_is_a_failed_sync_with_its_cause() -> None:
     assert isinstance(caught.value.__cause__, EngineDead)
 
 
+def test_engines_that_wait_for_one_that_failed_are_told() -> None:
+    sync, _, engines, trainer = make(num_engines=2)
+    called_off = threading.Event()
+
+    def weights(version: int) -> Iterator[BucketMessage]:
+        try:
+            yield BucketMessage(version, 0, (), 10, {})
+        except GeneratorExit:
+            called_off.set()
+            raise
+
+    def wait_for_the_other(bucket: BucketMessage) -> None:
+        raise WeightSyncError("called off" if called_off.wait(30) else "waited in vain")
+
+    def dead(bucket: BucketMessage) -> None:
+        raise EngineDead("the process is gone")
+
+    trainer.weights = weights
+    engines[0].receive = wait_for_the_other  # type: ignore[method-assign]
+    engines[1].receive = dead  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="engine 0: called off; engine 1: the process is gone"):
+        sync.publish()
+
+
 def test_a_probe_that_differs_fails_the_sync_and_marks_every_engine() -> None:
     sync, _, engines, _ = make(num_engines=2, interval=1)
     engines[1].log_prob = -1.01

@@ -142,7 +142,7 @@ def _facts(
     limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None
     return Facts(
         platform=platform.name if platform is not None else config.cluster.platform,
-        transports=tuple(platform.transports) if platform is not None else ("shm", "disk"),
+        transports=tuple(platform.transports) if platform is not None else ("shm", "gloo", "disk"),
         devices=platform.device_count() if platform is not None and limited else None,
         reward_names=tuple(REWARDS),
         explicit=frozenset(g.flag.key for g in parsed.given.values() if g.flag.owner == "vime"),

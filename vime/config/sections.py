@@ -161,10 +161,15 @@ class SyncConfig:
     """Weight sync: trainer to engines."""
 
     update_weight_transport: str = setting(
-        "auto", "how weights travel; auto: the platform's best", choices=("auto", "shm", "disk")
+        "auto",
+        "how weights travel; auto: shm where trainer and engines share a node, gloo across nodes",
+        choices=("auto", "shm", "disk", "gloo"),
     )
     update_weight_buffer_size: int = setting(512 << 20, "bytes of one bucket")
     update_weight_disk_dir: str | None = setting(None, "folder of the disk transport; default: inside the run folder")
+    update_weight_timeout_s: float = setting(
+        300.0, "seconds that engines may take to come to a gloo sync, and that one of its buckets may travel"
+    )
     weight_probe_interval: int = setting(
         50,
         "probe the engines (greedy tokens re-scored by the trainer) every this many syncs, and at the first; 0: never",

@@ -159,6 +159,7 @@ _ABOVE_ZERO = (
     "rollout.rollout_temperature",
     "reward.rm_timeout_s",
     "sync.weight_probe_tolerance",
+    "sync.update_weight_timeout_s",
     "log.engine_start_timeout_s",
 )
 

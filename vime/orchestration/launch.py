@@ -43,6 +43,7 @@ from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, PolicyVersion, TrainBatch
+from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
 from vime.weight_sync.shm import remove_stale_segments
 
@@ -133,7 +134,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             platform,
             hf_path=str(hf_path),
             total_steps=num_rollout * sizes.steps_per_rollout(config),
-            transport=plan.transport,
+            route=_route(plan),
         )
         stack.callback(trainer.close)
         trainer.start()
@@ -151,6 +152,13 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
             progress.message(f"writing the HF checkpoint to {exported}")
             trainer.export_hf(exported)
+
+
+def _route(plan: _Run) -> Route | None:
+    if plan.transport is None:
+        return None
+    readers = sum(map(len, plan.layout.engine_devices))
+    return Route(transport=plan.transport, host="127.0.0.1", num_readers=readers)
 
 
 def _start_fleet(plan: _Run, platform: Any, group: Any, stack: ExitStack) -> EngineFleet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vime.platform import get_platform
 from vime.platform.base import Platform
 from vime.protocols import BucketWriter
 from vime.types import Metrics, PolicyVersion, TrainBatch
+from vime.weight_sync import Route
 from vime.wire import BucketMessage
 
 # Two actors may sit on one device when trainer and engines take turns; each claims less than half of it.
@@ -39,14 +40,15 @@ class TrainerWorker:
         rank: int,
         world_size: int,
         total_steps: int,
-        transport: str | None,
+        route: Route | None,
         environment: Mapping[str, str],
     ) -> None:
         os.environ.update(environment)  # thread counts: must be set before torch is imported
-        self._config, self._hf_path, self._transport = config, hf_path, transport
+        self._config, self._hf_path, self._route = config, hf_path, route
         self._platform = get_platform(platform_name)
         self._rank, self._world_size, self._total_steps = rank, world_size, total_steps
         self._trainer: Any = None
+        self._writer: BucketWriter | None = None
         self._buckets: Iterator[BucketMessage | None] | None = None
 
     def setup(self, meeting_file: str) -> None:
@@ -58,7 +60,10 @@ class TrainerWorker:
 
         silence()
         from vime.trainer.megatron.trainer import MegatronTrainer
+        from vime.weight_sync import make_writer
 
+        if self._rank == 0 and self._route is not None:
+            self._writer = make_writer(self._route, self._config)
         self._trainer = MegatronTrainer(
             self._config,
             hf_path=self._hf_path,
@@ -67,14 +72,8 @@ class TrainerWorker:
             world_size=self._world_size,
             init_method=f"file://{meeting_file}",
             total_steps=self._total_steps,
-            writer=self._make_writer() if self._rank == 0 and self._transport is not None else None,
+            writer=self._writer,
         )
-
-    def _make_writer(self) -> BucketWriter:
-        from vime.weight_sync import make_writer
-
-        assert self._transport is not None
-        return make_writer(self._transport, self._config)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the trainer."""
@@ -91,6 +90,12 @@ class TrainerWorker:
             return True, message
         self._buckets = None
         return False, None
+
+    def call_off_weights(self) -> None:
+        """End a pass over the weights early, because an engine failed."""
+        self._buckets = None
+        if self._writer is not None:
+            self._writer.call_off()
 
 
 def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError) -> list[Any]:
@@ -127,7 +132,7 @@ class TrainerGroup:
         *,
         hf_path: str,
         total_steps: int,
-        transport: str | None,
+        route: Route | None,
     ) -> None:
         self._setups: list[Any] = []
         self._is_usable = False
@@ -148,7 +153,7 @@ class TrainerGroup:
                 rank=rank,
                 world_size=world,
                 total_steps=total_steps,
-                transport=transport,
+                route=route,
                 environment=platform.trainer_environment(world),
             )
             for rank, d in enumerate(layout.trainer_devices)
@@ -190,14 +195,18 @@ class TrainerGroup:
         metrics: Metrics = self._all("train", ray.put(batch))[0]
         return metrics
 
-    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
+    def weights(self, version: PolicyVersion) -> Generator[BucketMessage, None, None]:
         """See `Trainer`."""
         self._wait([w.begin_weights.remote(version) for w in self._workers])
-        while True:
-            there, message = self._wait([w.next_bucket.remote() for w in self._workers])[0]
-            if not there:
-                return
-            yield message
+        try:
+            while True:
+                there, message = self._wait([w.next_bucket.remote() for w in self._workers])[0]
+                if not there:
+                    return
+                yield message
+        except GeneratorExit:
+            self._wait([w.call_off_weights.remote() for w in self._workers])
+            raise
 
     def weight_names(self) -> list[str]:
         """See `Trainer`."""

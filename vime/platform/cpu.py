@@ -29,7 +29,7 @@ class CpuPlatform:
     collective_backend = "gloo"
     ray_resource = "CPU"
     visible_devices_variable: str | None = None
-    transports: tuple[str, ...] = ("shm", "disk")
+    transports: tuple[str, ...] = ("shm", "gloo", "disk")
 
     def device_count(self) -> int:
         """Cores this process may run on."""

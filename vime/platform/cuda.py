@@ -27,7 +27,7 @@ class CudaPlatform:
     collective_backend = "nccl"
     ray_resource = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
-    transports: tuple[str, ...] = ("shm", "disk")
+    transports: tuple[str, ...] = ("shm", "gloo", "disk")
 
     def device_count(self) -> int:
         """NVIDIA devices of this node that CUDA_VISIBLE_DEVICES leaves; 0 without a driver."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from vime.errors import WeightSyncError
@@ -108,9 +108,14 @@ class WeightSync:
 
     def _send(self, version: PolicyVersion) -> tuple[int, int]:
         num_bytes = num_buckets = 0
-        for bucket in self._trainer.weights(version):
+        weights = self._trainer.weights(version)
+        for bucket in weights:
             # Every engine has answered before the next bucket is asked for: its place in memory may be reused.
-            self._each(f"bucket {bucket.index}", lambda engine, b=bucket: engine.receive(b))  # type: ignore[misc]
+            self._each(
+                f"bucket {bucket.index}",
+                lambda engine, b=bucket: engine.receive(b),  # type: ignore[misc]
+                on_failure=weights.close,
+            )
             num_bytes += bucket.num_bytes
             num_buckets += 1
         return num_bytes, num_buckets
@@ -138,9 +143,18 @@ class WeightSync:
             self._each("mark unfit", lambda engine: engine.mark_unfit(message))
             raise WeightSyncError(message)
 
-    def _each(self, step: str, call: Callable[[Engine], _T]) -> list[_T]:
-        """Call every engine at once and wait for all. Raises: WeightSyncError with every engine's problem."""
+    def _each(
+        self, step: str, call: Callable[[Engine], _T], *, on_failure: Callable[[], None] | None = None
+    ) -> list[_T]:
+        """Call every engine at once and wait for all. Raises: WeightSyncError with every engine's problem.
+
+        Args: on_failure: called once, as soon as an engine failed while others may still be waiting for it.
+        """
         futures = [self._pool.submit(call, engine) for engine in self._engines]
+        if on_failure is not None:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            if any(future.exception() for future in done):
+                on_failure()
         problems = [(number, error) for number, future in enumerate(futures) if (error := future.exception())]
         if problems:
             told = "; ".join(f"engine {number}: {error}" for number, error in problems)

@@ -51,6 +51,9 @@ class Writer:
         copy_into(self._segment.tensor, tensors, specs)
         return BucketMessage(version, index, specs, num_bytes, {"shm": self._segment.name})
 
+    def call_off(self) -> None:
+        """Nobody waits for a bucket here."""
+
     def close(self) -> None:
         """Unlink the segment; harmless when there is none."""
         self._release()
@@ -83,7 +86,7 @@ class Reader:
             except FileNotFoundError:
                 raise WeightSyncError(
                     f"shared-memory segment {name} is gone; did the trainer end, or run on another node? "
-                    "Use --update-weight-transport disk across nodes"
+                    "Use --update-weight-transport gloo or disk across nodes"
                 ) from None
             self._bytes, self._name = torch.frombuffer(mapped, dtype=torch.uint8), name
         return view_tensors(self._bytes, bucket)

@@ -15,7 +15,7 @@ from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
 from vime.protocols import GenerateRequest, SamplingParams
-from vime.weight_sync import disk, shm
+from vime.weight_sync import disk, gloo, shm
 from vime.weight_sync.plan import WeightSync
 from vime.wire import BucketMessage
 
@@ -99,6 +99,32 @@ def test_log_probs_after_a_sync_by_disk_are_those_of_the_new_weights(
     assert distance(control, other) < 1e-5
     writer.close()
     assert not list((tmp_path / "buckets").iterdir())
+
+
+def test_a_broadcast_brings_the_new_weights_and_is_checked_like_the_others(
+    sync: WeightSync, control: VllmEngine, tiny_qwen3: Path
+) -> None:
+    writer = gloo.Writer("127.0.0.1", 1, timeout_s=60)
+    other = HfTrainer(tiny_qwen3, writer)
+    by_gloo = make_sync(other, control, "gloo")
+    other.perturb(8)
+    other.edit = without(VICTIM)
+    with pytest.raises(WeightSyncError, match=f"missing: {VICTIM}"):
+        by_gloo.publish()
+    other.edit = lambda stream: stream
+
+    def corrupt(bucket: BucketMessage) -> BucketMessage:
+        specs = [dataclasses.replace(s, checksum=s.checksum ^ (s.name == VICTIM)) for s in bucket.tensors]
+        return dataclasses.replace(bucket, tensors=tuple(specs))
+
+    other.tamper = corrupt
+    with pytest.raises(WeightSyncError, match=f"checksum differs for {VICTIM}"):
+        by_gloo.publish()
+    other.tamper = lambda bucket: bucket
+    assert by_gloo.publish() == 1
+    by_gloo.close()
+    writer.close()
+    assert distance(control, other) < 1e-5
 
 
 def test_a_skipped_tensor_is_named_and_the_engine_serves_no_more(

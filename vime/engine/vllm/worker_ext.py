@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from vime.protocols import BucketReader
 
-TRANSPORTS = ("shm", "disk")  # vime.weight_sync.<name>.Reader; a name from outside this tuple is never imported
+TRANSPORTS = ("shm", "disk", "gloo")  # vime.weight_sync.<name>.Reader; a name from outside this tuple is never imported
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
