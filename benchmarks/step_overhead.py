@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -68,9 +69,9 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's steps, warm-up left out."""
+    """The metrics of a run's steps; warm-up, and steps that evaluated, left out."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [r for r in records if "perf/step_time" in r][WARM_UP_STEPS:]
+    return [r for r in records if "perf/step_time" in r and "perf/eval_time" not in r][WARM_UP_STEPS:]
 
 
 def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -173,12 +174,13 @@ def quickstart_workload(out: Path, steps: int) -> dict[str, Any]:
     """The quickstart's GRPO steps, on its model before the warm-up (the responses are as long)."""
     from problems import write_problems
 
-    data, _ = write_problems(out / "data", seed=0)
+    data, heldout = write_problems(out / "data", seed=0)
     run("-m", "vime.cli.main", "init-model", str(out / "quickstart_model"))
     run(
         *("train.py", "--platform", "cpu", "--config", "examples/quickstart/grpo.yaml"),
         *("--hf-checkpoint", str(out / "quickstart_model"), "--prompt-data", str(data)),
-        *("--run-dir", str(out / "quickstart"), "--num-rollout", str(steps)),
+        *("--eval-prompt-data", "heldout", str(heldout), "--skip-eval-before-train"),
+        *("--run-dir", str(out / "quickstart"), "--num-rollout", str(steps + 1)),  # the last evaluates
     )
     return shares(steps_of(out / "quickstart"))
 
@@ -213,6 +215,8 @@ def main() -> None:
         parser.error(f"--steps must be above {WARM_UP_STEPS}")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    for stale in ("requests", "quickstart"):  # of an earlier measurement in the same folder
+        shutil.rmtree(out / stale, ignore_errors=True)
     results = {
         "requests": requests_workload(out, options.steps),
         "quickstart": quickstart_workload(out, options.steps),
