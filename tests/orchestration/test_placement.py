@@ -35,3 +35,11 @@ def test_a_run_that_generates_nothing_has_no_engines() -> None:
 def test_engines_that_do_not_divide_the_devices_are_refused_with_the_values() -> None:
     with pytest.raises(ConfigError, match="--rollout-num-gpus is 3, which 2 devices per engine"):
         plan_layout(ClusterConfig(rollout_num_gpus=3, rollout_num_gpus_per_engine=2), with_engines=True)
+
+
+def test_a_run_without_a_trainer_has_as_many_engines_as_one_with_it() -> None:
+    separate = plan_layout(ClusterConfig(actor_num_gpus_per_node=2), with_engines=True, with_trainer=False)
+    assert (separate.trainer_devices, separate.engine_devices, separate.num_devices) == ((), ((0,),), 1)
+    shared = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, colocate=True), with_engines=True, with_trainer=False)
+    assert (shared.engine_devices, shared.num_devices, shared.shared) == (((0,), (1,)), 2, False)
+    assert plan_layout(ClusterConfig(), with_engines=False, with_trainer=False).num_devices == 0

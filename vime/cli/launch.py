@@ -83,7 +83,14 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         old, ref_load=full(old.ref_load), load=full(old.load), save=full(old.save), save_hf=full(old.save_hf)
     )
     sync = replace(config.sync, update_weight_disk_dir=full(config.sync.update_weight_disk_dir))
-    return replace(config, checkpoint=checkpoint, sync=sync, log=replace(config.log, run_dir=str(run_dir)))
+    debug = replace(
+        config.debug,
+        save_debug_rollout_data=full(config.debug.save_debug_rollout_data),
+        load_debug_rollout_data=full(config.debug.load_debug_rollout_data),
+        save_debug_train_data=full(config.debug.save_debug_train_data),
+        dump_details=full(config.debug.dump_details),
+    )
+    return replace(config, checkpoint=checkpoint, sync=sync, debug=debug, log=replace(config.log, run_dir=str(run_dir)))
 
 
 def _report(error: ConfigError) -> int:

@@ -11,6 +11,7 @@ from vime.config.sections import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
+    DebugConfig,
     EvalConfig,
     LogConfig,
     RewardConfig,
@@ -33,6 +34,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     log: LogConfig = field(default_factory=LogConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig."""
@@ -48,6 +50,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DebugConfig",
     "EvalConfig",
     "LogConfig",
     "RewardConfig",

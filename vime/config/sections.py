@@ -180,6 +180,27 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """Runs of one half of the pipeline, and what they exchange. docs/debugging.md shows them."""
+
+    debug_rollout_only: bool = setting(False, "start no trainer: generate rollouts with the weights as they are")
+    debug_train_only: bool = setting(False, "start no engines: train on --load-debug-rollout-data")
+    save_debug_rollout_data: str | None = setting(
+        None, "write a copy of each rollout to this Parquet file; {rollout_id} is replaced"
+    )
+    load_debug_rollout_data: str | None = setting(
+        None, "train on these rollouts instead of generating: a run's folder, or a path with {rollout_id}"
+    )
+    load_debug_rollout_data_subsample: float | None = setting(
+        None, "part of each loaded rollout's groups to train on, 0 to 1; default: all"
+    )
+    save_debug_train_data: str | None = setting(
+        None, "write each training batch to this .npz file; {rollout_id} is replaced"
+    )
+    dump_details: str | None = setting(None, "folder for both --save-debug-rollout-data and --save-debug-train-data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """The run folder and what is written there."""
 

@@ -55,6 +55,16 @@ _RULES: tuple[Rule, ...] = (
         lambda c: not c.data.apply_chat_template,
         "add --apply-chat-template",
     ),
+    (
+        ("debug.load_debug_rollout_data_subsample",),
+        lambda c: c.debug.load_debug_rollout_data is None,
+        "add --load-debug-rollout-data",
+    ),
+    (
+        ("debug.save_debug_train_data",),
+        lambda c: c.debug.debug_rollout_only,
+        "--debug-rollout-only starts no trainer",
+    ),
     (("reward.group_rm",), lambda c: c.reward.custom_rm_path is None, "add --custom-rm-path, the function for groups"),
     (
         (

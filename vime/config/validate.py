@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
+from vime.config.modes import generates, replays, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
+from vime.config.validate_debug import check_debug
 from vime.config.validate_files import check_eval_sets, check_hooks, check_paths, check_prompts
 from vime.config.validate_model import check_lengths, check_model
 
@@ -59,17 +61,13 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_model(config, facts.shape, facts.shape_claims),
         check_lengths(config, facts.max_position_embeddings),
         check_paths(config),
+        check_debug(config),
         check_prompts(config),
         check_eval_sets(config),
         check_hooks(config),
         unread_settings(config, facts.explicit),
     )
     return [problem for check in checks for problem in check]
-
-
-def generates(config: Config) -> bool:
-    """Whether the run samples from engines at all (supervised training does not)."""
-    return config.algo.loss_type != "sft_loss"
 
 
 def training_ranks(config: Config) -> int:
@@ -95,7 +93,7 @@ def refuse_what_the_trainer_cannot_do(
 def _required(config: Config) -> Iterator[str]:
     if not config.checkpoint.hf_checkpoint:
         yield "--hf-checkpoint is required: an HF checkpoint folder or a hub name"
-    if config.data.prompt_data is None:
+    if config.data.prompt_data is None and not replays(config):
         yield "--prompt-data is required: a JSONL file of prompts"
     if config.rollout.rollout_batch_size == 0:
         yield "--rollout-batch-size is required: prompts per rollout"
@@ -104,7 +102,7 @@ def _required(config: Config) -> Iterator[str]:
     start, end = config.rollout.start_rollout_id, config.rollout.num_rollout
     if start is not None and end is not None and start >= end:
         yield f"--start-rollout-id is {start}, but the run ends before rollout {end} (--num-rollout)"
-    if "lr" not in config.megatron:
+    if "lr" not in config.megatron and trains(config):
         yield "--lr is required: the learning rate, such as 1e-6"
 
 
@@ -260,7 +258,7 @@ _SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 
 def _algorithm(config: Config) -> Iterator[str]:
     algo = config.algo
-    if not generates(config):
+    if algo.loss_type == "sft_loss":
         if config.rollout.rollout_function_path == RolloutConfig().rollout_function_path:
             yield (
                 "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
@@ -384,6 +382,8 @@ def _platform(config: Config, facts: Facts) -> Iterator[str]:
             f"--rollout-num-gpus-per-engine is {per_engine}, but this version starts each engine on one device; use 1 "
             "and as many engines as devices (--rollout-num-gpus)"
         )
+    if not trains(config):
+        ranks = 0
     needed = max(ranks, engines) if cluster.colocate else ranks + engines
     if facts.devices is not None and needed > facts.devices:
         yield (

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from vime.observability.progress import RunProgress
-from vime.observability.run_folder import RunFolder
+from vime.observability.rollout_file import write_rollout
+from vime.observability.run_folder import RunFolder, whole
 from vime.observability.timers import StageTimer
+from vime.observability.train_data import write_train_data
 from vime.observability.writers import MetricWriter
-from vime.types import Group, Metrics, RolloutResult
+from vime.types import Group, Metrics, RolloutResult, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Files to write beside the run folder, each rollout's with {rollout_id} replaced; None for none."""
+
+    rollout_data: str | None = None
+    train_data: str | None = None
 
 
 class Step:
     """One step while it runs: time its stages, add its metrics."""
 
-    def __init__(self, progress: RunProgress, folder: RunFolder | None, rollout_id: int) -> None:
+    def __init__(self, progress: RunProgress, folder: RunFolder | None, rollout_id: int, copies: Copies) -> None:
         self.metrics: Metrics = {}
-        self._progress, self._folder, self._rollout_id = progress, folder, rollout_id
+        self._progress, self._folder, self._rollout_id, self._copies = progress, folder, rollout_id, copies
         self.timer = StageTimer()
 
     @contextmanager
@@ -35,6 +47,20 @@ class Step:
         """Write the groups that are trained on into the run folder, where the run keeps them."""
         if self._folder is not None:
             self._folder.write_rollout(self._rollout_id, groups)
+        if self._copies.rollout_data is not None:
+            with self._copy(self._copies.rollout_data) as path:
+                write_rollout(path, self._rollout_id, groups)
+
+    def keep_batch(self, batch: TrainBatch) -> None:
+        """Write what the trainer is given, where the run is to."""
+        if self._copies.train_data is not None:
+            with self._copy(self._copies.train_data) as path:
+                write_train_data(path, batch)
+
+    def _copy(self, text: str) -> AbstractContextManager[Path]:
+        path = Path(text.format(rollout_id=self._rollout_id))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return whole(path)
 
     def add_evaluation(self, result: RolloutResult) -> None:
         """Metrics of an evaluation; its samples go into the run folder, where the run keeps them."""
@@ -51,18 +77,25 @@ class Recorder:
         progress: where to say what is going on.
         writer: takes each step's metrics.
         keep_rollouts: write the samples of rollouts and evaluations.
+        copies: further files of each step.
     """
 
     def __init__(
-        self, folder: RunFolder, progress: RunProgress, writer: MetricWriter, *, keep_rollouts: bool = True
+        self,
+        folder: RunFolder,
+        progress: RunProgress,
+        writer: MetricWriter,
+        *,
+        keep_rollouts: bool = True,
+        copies: Copies = Copies(),
     ) -> None:
         self._folder, self._progress, self._writer = folder, progress, writer
-        self._keep = keep_rollouts
+        self._keep, self._copies = keep_rollouts, copies
 
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
         """What comes before the first step: written as step `start - 1`, without step times, if it has metrics."""
-        step = Step(self._progress, self._folder if self._keep else None, start - 1)
+        step = Step(self._progress, self._folder if self._keep else None, start - 1, self._copies)
         yield step
         if step.metrics:
             self._writer.write(start - 1, step.metrics)
@@ -73,7 +106,7 @@ class Recorder:
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[Step]:
         """One step. Its metrics are written when it ends well; a failed step leaves none."""
-        step = Step(self._progress, self._folder if self._keep else None, rollout_id)
+        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies)
         yield step
         metrics = step.metrics | step.timer.metrics()
         self._writer.write(rollout_id, metrics)

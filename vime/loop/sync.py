@@ -68,6 +68,7 @@ def run_sync(
             with step.stage("make_batch"):
                 batch, batch_metrics = stages.make_batch(rollout_id, result.groups)
                 step.keep_rollout(result.groups)
+                step.keep_batch(batch)
             with step.stage("train"):
                 train_metrics = stages.trainer.train(batch)
             step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})

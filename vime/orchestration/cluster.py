@@ -62,7 +62,12 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
 
 
 def create_placement_group(platform: Platform, layout: Layout) -> Any:
-    """Reserve one bundle per device, packed on as few nodes as possible. Blocks until it is there."""
+    """Reserve one bundle per device, packed on as few nodes as possible. Blocks until it is there.
+
+    Returns: None where nothing is to be placed (supervised samples alone).
+    """
+    if not layout.num_devices:
+        return None
     bundle = {platform.ray_resource: 1.0}
     if platform.ray_resource != "CPU":
         bundle["CPU"] = 1.0

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from vime.config import Config
+from vime.config import Config, modes
 from vime.config.hf import local_checkpoint
 from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
@@ -26,8 +26,10 @@ from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
-from vime.loop.recorder import Recorder
-from vime.loop.sync import Publisher, Stages, run_sync
+from vime.loop.recorder import Copies, Recorder
+from vime.loop.replay import ReplayedRollouts, ReplaySource
+from vime.loop.rollout_only import run_rollout_only
+from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
 from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
@@ -37,7 +39,7 @@ from vime.orchestration.engines import EngineFleet
 from vime.orchestration.placement import Layout, plan_layout
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
-from vime.protocols import Completion, Engine, Engines, GenerateRequest, RolloutContext
+from vime.protocols import Completion, DataSource, Engine, Engines, GenerateRequest, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import load_eval_sets
@@ -52,7 +54,7 @@ _PROBE_PROMPTS = 4
 
 
 class NoEngines:
-    """In the place of the weight sync where a run generates nothing (supervised training)."""
+    """In the place of the weight sync where a run generates nothing (supervised training, replays)."""
 
     def __init__(self) -> None:
         self.metrics: Metrics = {}
@@ -63,7 +65,7 @@ class NoEngines:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Refused. Raises: EngineError."""
-        raise EngineError(f"request {request.request_id}: --loss-type sft_loss starts no engines")
+        raise EngineError(f"request {request.request_id}: this run starts no engines")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Nothing runs."""
@@ -99,12 +101,12 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
     platform = get_platform(config.cluster.platform)
     checkpoint = _checkpoint_to_resume(config)
     hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
-    generates = config.algo.loss_type != "sft_loss"
+    generates = modes.generates(config)
     plan = _Run(
         config=config,
         hf_path=hf_path,
         hf_config=json.loads((hf_path / "config.json").read_text(encoding="utf-8")),
-        layout=plan_layout(config.cluster, with_engines=generates),
+        layout=plan_layout(config.cluster, with_engines=generates, with_trainer=modes.trains(config)),
         folder=folder,
         progress=progress,
         generates=generates,
@@ -115,18 +117,19 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         progress.message("starting Ray")
         stack.enter_context(ray_cluster(config.cluster, platform, plan.layout))
         group = create_placement_group(platform, plan.layout)
-        progress.message("starting trainer and engines" if generates else "starting the trainer")
+        progress.message(_what_starts(plan.layout))
         fleet = _start_fleet(plan, platform, group, stack) if generates else None
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
-        source = DataBuffer(
-            load_prompts(config, tokenizer),
-            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-            shuffle=config.data.rollout_shuffle,
-            seed=config.data.rollout_seed,
-        )
-        eval_sets = load_eval_sets(config, tokenizer)
+        source = ReplaySource() if modes.replays(config) else _data_buffer(config, tokenizer)
+        eval_sets = load_eval_sets(config, tokenizer) if generates else {}
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
         progress.expect(num_rollout)
+        if not plan.layout.trainer_devices:
+            client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
+            stage = _rollout_stage(plan, client, source, tokenizer, eval_sets, stack)
+            with _recorder(plan) as recorder:
+                run_rollout_only(stage, recorder, start=config.rollout.start_rollout_id or 0, num_rollout=num_rollout)
+            return
         trainer = TrainerGroup(
             config,
             plan.layout,
@@ -141,7 +144,13 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         trainer.wait_ready()
         start = _resume(plan, checkpoint, trainer, source)
-        stages = _build_stages(plan, trainer, fleet, client, source, tokenizer, eval_sets, start, stack)
+        rollout: Rollout
+        if (replayed := config.debug.load_debug_rollout_data) is not None:
+            part = config.debug.load_debug_rollout_data_subsample
+            rollout = ReplayedRollouts(replayed, range(start, num_rollout), subsample=part)
+        else:
+            rollout = _rollout_stage(plan, client, source, tokenizer, eval_sets, stack)
+        stages = _build_stages(plan, rollout, trainer, fleet, client, source, start, stack)
         try:
             last = _loop(plan, stages, start, num_rollout)
         except (EngineError, WeightSyncError):
@@ -177,33 +186,58 @@ def _start_fleet(plan: _Run, platform: Any, group: Any, stack: ExitStack) -> Eng
     return fleet
 
 
-def _build_stages(
+def _what_starts(layout: Layout) -> str:
+    if not layout.trainer_devices:
+        return "starting the engines" if layout.engine_devices else "making the samples"
+    return "starting trainer and engines" if layout.engine_devices else "starting the trainer"
+
+
+def _data_buffer(config: Config, tokenizer: Any) -> DataBuffer:
+    return DataBuffer(
+        load_prompts(config, tokenizer),
+        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+        shuffle=config.data.rollout_shuffle,
+        seed=config.data.rollout_seed,
+    )
+
+
+def _rollout_stage(
     plan: _Run,
-    trainer: TrainerGroup,
-    fleet: EngineFleet | None,
     client: RouterClient | None,
-    source: DataBuffer,
+    source: DataSource,
     tokenizer: Any,
     eval_sets: Mapping[str, PromptSet],
-    start: int,
     stack: ExitStack,
-) -> Stages:
+) -> RolloutStage:
     config = plan.config
     pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s)
     stack.callback(pool.close)
     endpoint: Engines = client if client is not None else NoEngines()
     context = RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
     path = config.rollout.rollout_function_path
-    rollout = RolloutStage(
+    return RolloutStage(
         context,
         source,
         eval_sets,
         load_hook(path, _ROLLOUT_PARAMETERS),
         load_hook(config.rollout.eval_function_path or path, _ROLLOUT_PARAMETERS),
     )
+
+
+def _build_stages(
+    plan: _Run,
+    rollout: Rollout,
+    trainer: TrainerGroup,
+    fleet: EngineFleet | None,
+    client: RouterClient | None,
+    source: DataSource,
+    start: int,
+    stack: ExitStack,
+) -> Stages:
+    config = plan.config
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
-    if fleet is not None and client is not None and plan.transport is not None:
+    if fleet is not None and client is not None and plan.transport is not None and isinstance(source, DataBuffer):
         publisher = sync = WeightSync(
             trainer,
             engines,
@@ -256,7 +290,7 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
 
 
-def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: DataBuffer) -> int:
+def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: DataSource) -> int:
     """Load the newest checkpoint of a folder, if there is one. Returns: the first rollout to run."""
     wanted = plan.config.rollout.start_rollout_id
     if folder is None:
@@ -277,12 +311,7 @@ def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
         evaluates=evaluates,
         saves=config.checkpoint.save is not None,
     )
-    writers: list[MetricWriter] = [JsonlWriter(plan.folder.metrics_path)]
-    if config.log.use_tensorboard:
-        writers.append(TensorBoardWriter(plan.folder.tensorboard_path))
-    writer = MultiWriter(*writers)
-    recorder = Recorder(plan.folder, plan.progress, writer, keep_rollouts=not config.log.no_save_rollouts)
-    try:
+    with _recorder(plan) as recorder:
         return run_sync(
             stages,
             cadence,
@@ -291,5 +320,19 @@ def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
             eval_before=evaluates and not config.eval.skip_eval_before_train,
             stop=StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window),
         )
-    finally:
-        writer.close()
+
+
+@contextmanager
+def _recorder(plan: _Run) -> Iterator[Recorder]:
+    config = plan.config
+    writers: list[MetricWriter] = [JsonlWriter(plan.folder.metrics_path)]
+    if config.log.use_tensorboard:
+        writers.append(TensorBoardWriter(plan.folder.tensorboard_path))
+    with closing(MultiWriter(*writers)) as writer:
+        yield Recorder(
+            plan.folder,
+            plan.progress,
+            writer,
+            keep_rollouts=not config.log.no_save_rollouts,
+            copies=Copies(modes.rollout_data_to_save(config), modes.train_data_to_save(config)),
+        )

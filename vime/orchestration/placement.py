@@ -21,16 +21,18 @@ class Layout:
     """Trainer and engines take turns on the same devices."""
 
 
-def plan_layout(cluster: ClusterConfig, *, with_engines: bool) -> Layout:
+def plan_layout(cluster: ClusterConfig, *, with_engines: bool, with_trainer: bool = True) -> Layout:
     """The devices of every trainer rank and engine.
 
-    Args: with_engines: False for runs that generate nothing (supervised training).
+    Args:
+        with_engines: False for runs that generate nothing (supervised training, replays).
+        with_trainer: False for runs that only generate; the engines are then as many as with a trainer.
     Raises: ConfigError when the engines do not divide the devices.
     """
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    trainer = tuple(range(ranks))
+    trainer = tuple(range(ranks)) if with_trainer else ()
     if not with_engines:
-        return Layout(ranks, trainer, (), shared=False)
+        return Layout(len(trainer), trainer, (), shared=False)
     wanted = cluster.rollout_num_gpus
     devices = wanted if wanted is not None else (ranks if cluster.colocate else 1)
     per_engine = cluster.rollout_num_gpus_per_engine
@@ -39,8 +41,8 @@ def plan_layout(cluster: ClusterConfig, *, with_engines: bool) -> Layout:
             f"--rollout-num-gpus is {devices}, which {per_engine} devices per engine (--rollout-num-gpus-per-engine) "
             f"do not divide; use a multiple of {per_engine}"
         )
-    first = 0 if cluster.colocate else ranks
+    first = 0 if cluster.colocate else len(trainer)
     engines = tuple(
         tuple(range(first + e * per_engine, first + (e + 1) * per_engine)) for e in range(devices // per_engine)
     )
-    return Layout(max(ranks, first + devices), trainer, engines, shared=cluster.colocate)
+    return Layout(max(len(trainer), first + devices), trainer, engines, shared=cluster.colocate and with_trainer)

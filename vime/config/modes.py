@@ -1,0 +1,34 @@
+"""Which stages a run has: pure questions to the settings."""
+
+from __future__ import annotations
+
+from vime.config import Config
+
+
+def trains(config: Config) -> bool:
+    """Whether the run starts a trainer."""
+    return not config.debug.debug_rollout_only
+
+
+def replays(config: Config) -> bool:
+    """Whether the rollouts come from files of an earlier run."""
+    return config.debug.load_debug_rollout_data is not None
+
+
+def generates(config: Config) -> bool:
+    """Whether the run samples from engines (supervised training and replays do not)."""
+    return config.algo.loss_type != "sft_loss" and not replays(config)
+
+
+def rollout_data_to_save(config: Config) -> str | None:
+    """Where a copy of each rollout goes, with {rollout_id} in it."""
+    return config.debug.save_debug_rollout_data or _detail(config, "rollout_data/{rollout_id}.parquet")
+
+
+def train_data_to_save(config: Config) -> str | None:
+    """Where each training batch goes, with {rollout_id} in it."""
+    return config.debug.save_debug_train_data or _detail(config, "train_data/{rollout_id}.npz")
+
+
+def _detail(config: Config, name: str) -> str | None:
+    return None if config.debug.dump_details is None else f"{config.debug.dump_details}/{name}"
