@@ -132,8 +132,6 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"train__stop_metric": "train/loss", "train__stop_window": 0}, "--stop-window is 0, but must be at least 1"),
         ({"train__seed": 2**32}, "--seed is 4294967296, but may be at most 4294967295"),
         ({"train__distributed_timeout_minutes": 10**9}, "--distributed-timeout-minutes is 1000000000, but may be"),
-        ({"eval__eval_temperature": 0.0, "eval__n_samples_per_eval_prompt": 2}, "--n-samples-per-eval-prompt is 2"),
-        ({"eval__eval_max_response_len": 64}, "--eval-max-response-len is 64, which leaves no room"),
         ({"rollout__rollout_stop_token_ids": [1, 100]}, "--rollout-stop-token-ids 100 is no token"),
         ({"rollout__rollout_stop_token_ids": [-1]}, "--rollout-stop-token-ids -1 is no token"),
         ({"rollout__rollout_function_path": SFT}, "takes answers from the data and samples nothing"),
@@ -150,7 +148,7 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"data__label_key": "answer"}, "has no key 'answer'"),
         ({"data__prompt_data": "/no/such.jsonl"}, "--prompt-data /no/such.jsonl cannot be read: No such file"),
         ({"eval__eval_prompt_data": ["a"]}, "--eval-prompt-data takes pairs of NAME PATH, but got 1 words: a"),
-        ({"eval__eval_prompt_data": ["a", "/x"]}, "--eval-prompt-data a /x cannot be read"),
+        ({"eval__eval_prompt_data": ["a", "/x"]}, "held-out set a: /x cannot be read"),
         (
             {"rollout__rollout_batch_size": 10**12, "train__global_batch_size": 7},
             "not divide 1000000000000 prompts",
@@ -220,7 +218,7 @@ def test_the_model_that_training_starts_from_is_not_overwritten(right: Config, t
 def test_names_of_held_out_sets_become_names_of_metrics(right: Config) -> None:
     assert right.data.prompt_data is not None
     (found,) = problems(changed(right, eval__eval_prompt_data=["a/b", right.data.prompt_data]))
-    assert "the name a/b holds a slash" in found
+    assert "the name 'a/b' of a held-out set is empty or holds a slash" in found
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(

@@ -128,3 +128,8 @@ def filter_that_raises(config: RolloutContext, samples: Sequence[Sample]) -> boo
 def filter_that_says_no(config: RolloutContext, samples: Sequence[Sample]) -> str:
     """Text is no verdict: it would count as true."""
     return "no"
+
+
+async def first_is_best(config: RolloutContext, samples: list[Sample]) -> list[float]:
+    """A group reward: 1 for the group's first sample."""
+    return [float(i == 0) for i in range(len(samples))]

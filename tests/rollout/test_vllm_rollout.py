@@ -342,7 +342,7 @@ def test_a_generate_function_that_raises_costs_its_group(tokenizer: Any, pool: G
         ("status", "the status 'done'"),
         ("metadata", "metadata of type NoneType"),
         ("token", "a negative token id"),
-        ("long", "67 tokens long, above --rollout-max-context-len 32"),
+        ("long", "67 tokens long, above the 32 of --rollout-max-context-len"),
         ("reward", "the reward is 'good'; a finite number"),
         ("nan", "the reward is nan; a finite number"),
     ],

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vime.cli.flag import Flag
@@ -21,6 +20,7 @@ from vime.cli.megatron_flags import megatron_flags
 from vime.cli.router_flags import router_flags
 from vime.cli.vime_flags import vime_flags
 from vime.cli.vllm_flags import vllm_flags
+from vime.config.yaml_file import read_yaml
 from vime.errors import ConfigError
 
 _IS_FLAG = re.compile(r"--[A-Za-z]")
@@ -137,17 +137,10 @@ def _split(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str
 
 
 def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
-    import yaml
-
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        result.problems += [f"--config {path} {problem}" for problem in _repeated_names(yaml.compose(text))]
-    except OSError as error:
-        result.problems.append(f"--config {path} cannot be read: {error.strerror or error}")
-        return
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        result.problems.append(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+        content = read_yaml(path, "--config")
+    except ConfigError as error:
+        result.problems += error.problems
         return
     if content is None:
         return
@@ -158,16 +151,6 @@ def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
         name = str(key).replace("_", "-")
         where = f"{path}: {key}"
         _take(name, partial(Flag.from_yaml, value=value), f"--config {path}", where, catalogue, result)
-
-
-def _repeated_names(root: Any) -> Iterator[str]:
-    """Names that a file sets twice, of which YAML would silently keep the last. Args: root: the file's top node."""
-    lines: dict[str, int] = {}
-    for key, _ in root.value if root is not None and root.id == "mapping" else ():
-        name, line = str(key.value).replace("_", "-"), key.start_mark.line + 1
-        if name in lines:
-            yield f"sets {key.value} twice, in lines {lines[name]} and {line}; keep one"
-        lines[name] = line
 
 
 def _take(

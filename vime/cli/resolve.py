@@ -167,7 +167,8 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     fill("cluster", "platform", platform.name, PLATFORM)
     fill("sync", "update_weight_transport", platform.transports[0], PLATFORM)
     fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
-    fill("rollout", "rollout_max_context_len", int(model.get("max_position_embeddings") or 2048), CHECKPOINT)
+    positions = int(model.get("max_position_embeddings") or 2048)
+    fill("rollout", "rollout_max_context_len", positions, CHECKPOINT)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     fill("train", "global_batch_size", samples // (config.train.num_steps_per_rollout or 1))
     fill("algo", "eps_clip_high", algo.eps_clip)
@@ -175,8 +176,10 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     fill("eval", "eval_top_p", rollout.rollout_top_p)
     fill("eval", "eval_top_k", rollout.rollout_top_k)
     fill("eval", "eval_max_response_len", rollout.rollout_max_response_len)
+    fill("eval", "eval_max_context_len", rollout.rollout_max_context_len or positions)
     fill("eval", "eval_input_key", config.data.input_key)
     fill("eval", "eval_label_key", config.data.label_key)
+    fill("eval", "eval_tool_key", config.data.tool_key)
     fill("eval", "eval_reward_key", config.reward.reward_key)
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changes.items()})
 

@@ -99,18 +99,23 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Held-out evaluation. Sampling settings default to the rollout's."""
+    """Held-out evaluation (docs/evaluation.md). Sampling settings default to the rollout's."""
 
     eval_interval: int | None = setting(None, "evaluate every this many rollouts, and after the last")
     eval_prompt_data: list[str] = setting([], "pairs NAME PATH of held-out sets")
+    eval_config: str | None = setting(None, "YAML file of held-out sets with settings of their own (eval.datasets)")
     skip_eval_before_train: bool = setting(False, "do not evaluate before the first step")
     eval_input_key: str | None = setting(None, "default: --input-key")
     eval_label_key: str | None = setting(None, "default: --label-key")
+    eval_tool_key: str | None = setting(None, "default: --tool-key")
     n_samples_per_eval_prompt: int = setting(1, "samples per held-out prompt")
     eval_temperature: float | None = setting(None, "0 is greedy; default: --rollout-temperature")
     eval_top_p: float | None = setting(None, "nucleus sampling in evaluation; default: --rollout-top-p")
     eval_top_k: int | None = setting(None, "top-k sampling in evaluation; default: --rollout-top-k")
+    eval_min_new_tokens: int = setting(0, "tokens a held-out response has at least; it cannot end before")
     eval_max_response_len: int | None = setting(None, "default: --rollout-max-response-len")
+    eval_max_prompt_len: int | None = setting(None, "drop held-out prompts of more tokens; default: none is dropped")
+    eval_max_context_len: int | None = setting(None, "default: --rollout-max-context-len")
     eval_reward_key: str | None = setting(None, "entry of a dict reward to report; default: --reward-key")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeAlias
 
 from vime.config import Config
+from vime.config.eval_sets import has_eval_sets
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
@@ -72,16 +73,20 @@ _RULES: tuple[Rule, ...] = (
             "eval.skip_eval_before_train",
             "eval.eval_input_key",
             "eval.eval_label_key",
+            "eval.eval_tool_key",
             "eval.n_samples_per_eval_prompt",
             "eval.eval_temperature",
             "eval.eval_top_p",
             "eval.eval_top_k",
+            "eval.eval_min_new_tokens",
             "eval.eval_max_response_len",
+            "eval.eval_max_prompt_len",
+            "eval.eval_max_context_len",
             "eval.eval_reward_key",
             "rollout.eval_function_path",
         ),
-        lambda c: not c.eval.eval_prompt_data,
-        "add --eval-prompt-data, pairs of NAME PATH",
+        lambda c: not has_eval_sets(c),
+        "add --eval-prompt-data, pairs of NAME PATH, or --eval-config",
     ),
     (
         ("sync.update_weight_disk_dir",),
@@ -114,6 +119,7 @@ _RULES: tuple[Rule, ...] = (
             "reward.rm_type",
             "reward.custom_rm_path",
             "eval.eval_prompt_data",
+            "eval.eval_config",
         ),
         _is_sft,
         "--loss-type sft_loss has no policy loss and samples nothing",

@@ -63,7 +63,12 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_paths(config),
         check_debug(config),
         check_prompts(config),
-        check_eval_sets(config),
+        check_eval_sets(
+            config,
+            reward_names=facts.reward_names,
+            max_positions=facts.max_position_embeddings,
+            vocab_size=facts.shape.get("vocab_size", math.inf),
+        ),
         check_hooks(config),
         unread_settings(config, facts.explicit),
     )
@@ -129,7 +134,10 @@ _MINIMA: Mapping[str, float] = {
     "eval.eval_interval": 1,
     "eval.n_samples_per_eval_prompt": 1,
     "eval.eval_temperature": 0,
+    "eval.eval_min_new_tokens": 0,
     "eval.eval_max_response_len": 1,
+    "eval.eval_max_prompt_len": 1,
+    "eval.eval_max_context_len": 2,
     "algo.eps_clip": 0,
     "algo.eps_clip_high": 0,
     "algo.kl_loss_coef": 0,
@@ -199,11 +207,6 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"--eval-top-p is {eval_.eval_top_p}, but must be above 0 and at most 1"
     if eval_.eval_top_k is not None and (eval_.eval_top_k < -1 or eval_.eval_top_k == 0):
         yield f"--eval-top-k is {eval_.eval_top_k}, but must be -1 (off) or at least 1"
-    if eval_.eval_temperature == 0 and eval_.n_samples_per_eval_prompt > 1:
-        yield (
-            f"--n-samples-per-eval-prompt is {eval_.n_samples_per_eval_prompt}, but --eval-temperature 0 is greedy and "
-            "gives one answer; use 1 sample or a temperature"
-        )
     over, batch = rollout.over_sampling_batch_size, rollout.rollout_batch_size
     if over is not None and over < batch:
         yield f"--over-sampling-batch-size is {over}, less than --rollout-batch-size {batch}; use at least {batch}"

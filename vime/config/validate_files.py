@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vime.config import Config
+from vime.config.eval_sets import check_settings, eval_sets
 from vime.config.hooks import load_hook
 from vime.errors import ConfigError
 
 _LINES_READ = 64  # enough to see a wrong key or format; loading the data reads every line
 _ROLLOUT = ("config", "rollout_id", "data_source", "engines")
+_GENERATE = ("config", "sample", "sampling_params")
 
 
 def check_paths(config: Config) -> Iterator[str]:
@@ -55,21 +57,24 @@ def check_prompts(config: Config) -> Iterator[str]:
         yield from _check_jsonl("--prompt-data", data.prompt_data, data.input_key, data.label_key)
 
 
-def check_eval_sets(config: Config) -> Iterator[str]:
-    """Names and files of the held-out sets."""
-    words = config.eval.eval_prompt_data
-    if len(words) % 2:
-        yield f"--eval-prompt-data takes pairs of NAME PATH, but got {len(words)} words: {' '.join(words)}"
+def check_eval_sets(
+    config: Config, *, reward_names: Sequence[str], max_positions: int | None, vocab_size: float
+) -> Iterator[str]:
+    """The held-out sets: their names, settings, files and functions."""
+    try:
+        sets = eval_sets(config)
+    except ConfigError as error:
+        yield from error.problems
         return
-    names = words[::2]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"--eval-prompt-data names a set twice: {', '.join(twice)}"
-    if slashed := [name for name in names if "/" in name]:
-        yield f"--eval-prompt-data: the name {slashed[0]} holds a slash; metrics are called after it (pairs NAME PATH)"
-    for name, path in zip(names, words[1::2], strict=True):
-        input_key = config.eval.eval_input_key or config.data.input_key
-        label_key = config.eval.eval_label_key or config.data.label_key
-        yield from _check_jsonl(f"--eval-prompt-data {name}", path, input_key, label_key)
+    yield from check_settings(sets, reward_names=reward_names, max_positions=max_positions, vocab_size=vocab_size)
+    for held_out in sets:
+        yield from _check_jsonl(f"held-out set {held_out.name}:", held_out.path, held_out.input_key, held_out.label_key)
+        path = held_out.custom_generate_function_path
+        if path is not None and path != config.rollout.custom_generate_function_path:
+            try:
+                load_hook(path, _GENERATE, is_async=True)
+            except ConfigError as error:
+                yield from (f"held-out set {held_out.name}: custom_generate_function_path {p}" for p in error.problems)
 
 
 def check_hooks(config: Config) -> Iterator[str]:
@@ -82,7 +87,7 @@ def check_hooks(config: Config) -> Iterator[str]:
         (
             "--custom-generate-function-path",
             rollout.custom_generate_function_path,
-            ("config", "sample", "sampling_params"),
+            _GENERATE,
             (),
             True,
         ),

@@ -48,11 +48,6 @@ def check_lengths(config: Config, max_position_embeddings: int | None) -> Iterat
         named = "--rollout-max-context-len" if context is not None else "the model's positions,"
         if response >= limit:
             yield f"--rollout-max-response-len is {response}, which leaves no room for a prompt in {named} {limit}"
-        elif config.eval.eval_max_response_len is not None and config.eval.eval_max_response_len >= limit:
-            yield (
-                f"--eval-max-response-len is {config.eval.eval_max_response_len}, which leaves no room for a prompt in "
-                f"{named} {limit}"
-            )
         elif prompt is not None and prompt + response > limit:
             yield (
                 f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response} = {prompt + response}, "

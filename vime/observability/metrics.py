@@ -69,12 +69,13 @@ weight_sync/buckets | count | in how many buckets
 weight_sync/probe_seconds | s | of the probe, where one was due
 weight_sync/probe_abs_diff_{mean,max} | nats | abs(trainer log-prob - engine log-prob) over the probe's greedy tokens
 eval/<set> | reward | mean reward over the held-out set; for 0/1 rewards the accuracy
+eval/<set>-stderr | reward | standard error of that mean over the set's prompts, from the sample standard deviation (n-1) of the prompts' own means; not there for a single prompt
 eval/<set>-truncated_ratio | ratio | held-out responses that a length limit cut off
 eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as reward 0
 eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended without a judgement, by verdict
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
 eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
-eval/<set>-num_<what> | count | `prompts` or `samples` of the set
+eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prompts`: those longer than --eval-max-prompt-len
 perf/step_time | s | wall time of the step: the sum of its stages and perf/other_time
 perf/other_time | s | the part of the step that no stage claims
 perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, update_weights, eval; a stage inside another counts once, in the inner one

@@ -16,7 +16,7 @@ from vime.types import Metrics
 _STEP_LINE_S = 1.0  # rollouts faster than this do not each get a line
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
-_EVAL_DETAIL = re.compile(r"-(truncated_ratio|failed_ratio|reward_\w+|response_len/\w+|pass@\d+|num_\w+)$")
+_EVAL_DETAIL = re.compile(r"-(stderr|truncated_ratio|failed_ratio|reward_\w+|response_len/\w+|pass@\d+|num_\w+)$")
 _TIME = re.compile(r"perf/[^/]+_time")
 
 

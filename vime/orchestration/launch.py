@@ -17,10 +17,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from vime.config import Config, modes
+from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
 from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
-from vime.data.prompts import PromptSet, load_prompts
+from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
 from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
@@ -42,7 +43,7 @@ from vime.platform import get_platform
 from vime.protocols import Completion, DataSource, Engine, Engines, GenerateRequest, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
-from vime.rollout.eval_data import load_eval_sets
+from vime.rollout.eval_data import HeldOutSet, load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
@@ -206,7 +207,7 @@ def _rollout_stage(
     client: RouterClient | None,
     source: DataSource,
     tokenizer: Any,
-    eval_sets: Mapping[str, PromptSet],
+    eval_sets: Mapping[str, HeldOutSet],
     stack: ExitStack,
 ) -> RolloutStage:
     config = plan.config
@@ -303,7 +304,7 @@ def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: Data
 
 def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
     config, train = plan.config, plan.config.train
-    evaluates = plan.generates and bool(config.eval.eval_prompt_data)
+    evaluates = plan.generates and has_eval_sets(config)
     cadence = Cadence(
         num_rollout,
         config.eval.eval_interval,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config
+from vime.config.eval_sets import eval_sets
 from vime.config.parallel import parallel_sizes
 from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE
@@ -28,9 +29,9 @@ def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
 
 def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Tokens of prompt and response together that the engines must hold."""
-    if config.rollout.rollout_max_context_len is not None:
-        return config.rollout.rollout_max_context_len
-    return int(hf_config["max_position_embeddings"])
+    whole = int(hf_config["max_position_embeddings"])
+    limits = [config.rollout.rollout_max_context_len, *(held_out.max_context_len for held_out in eval_sets(config))]
+    return max(limit if limit is not None else whole for limit in limits)
 
 
 def global_batch_size(config: Config) -> int:

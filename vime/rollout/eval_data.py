@@ -1,39 +1,56 @@
-"""The held-out sets of --eval-prompt-data."""
+"""The held-out sets of --eval-prompt-data and --eval-config, read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vime.config import Config
-from vime.data.prompts import PromptSet, read_prompts
-from vime.errors import ConfigError
+from vime.config.eval_sets import EvalSet, eval_sets
+from vime.data.prompts import Prompt, PromptSet, read_prompts
 
 
-def load_eval_sets(config: Config, tokenizer: Any) -> dict[str, PromptSet]:
-    """Name -> prompts of each held-out set, in the order given; what `generate_rollout(evaluation=True)` takes.
+class HeldOutSet(Sequence[Prompt]):
+    """The prompts of one held-out set, and in `settings` how they are to be sampled and scored."""
 
-    Keys and chat template are the training data's unless --eval-*-key say otherwise. No prompt is dropped for its
-    length: a score over fewer prompts would be another score.
-    Raises: ConfigError unless --eval-prompt-data holds pairs of a unique name and a path; DataError for a bad file.
+    def __init__(self, settings: EvalSet, prompts: PromptSet) -> None:
+        self.settings = settings
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._prompts[index]
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts left out because they were longer than the set's limit."""
+        return self._prompts.num_dropped
+
+
+def load_eval_sets(config: Config, tokenizer: Any) -> dict[str, HeldOutSet]:
+    """Name -> held-out set, in the order given; what `generate_rollout(evaluation=True)` takes.
+
+    No prompt is dropped for its length but by a limit of the set's own: a score over fewer prompts would be another
+    score, so --rollout-max-prompt-len says nothing here.
+    Raises: ConfigError as `eval_sets`; DataError for a bad file.
     """
-    data, settings = config.data, config.eval
-    words = list(settings.eval_prompt_data)
-    names = words[::2]
-    if len(words) % 2:
-        raise ConfigError(f"--eval-prompt-data takes pairs NAME PATH, and got {len(words)} words: {' '.join(words)}")
-    if bad := sorted({name for name in names if not name or "/" in name or names.count(name) > 1}):
-        raise ConfigError(f"--eval-prompt-data: the names {bad} are used twice or hold a slash; metrics are called so")
     return {
-        name: read_prompts(
-            path,
-            tokenizer,
-            input_key=settings.eval_input_key or data.input_key,
-            label_key=settings.eval_label_key or data.label_key,
-            metadata_key=data.metadata_key,
-            tool_key=data.tool_key,
-            apply_chat_template=data.apply_chat_template,
-            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-            max_context_len=config.rollout.rollout_max_context_len,
+        held_out.name: HeldOutSet(
+            held_out,
+            read_prompts(
+                held_out.path,
+                tokenizer,
+                input_key=held_out.input_key,
+                label_key=held_out.label_key,
+                metadata_key=held_out.metadata_key,
+                tool_key=held_out.tool_key,
+                apply_chat_template=held_out.apply_chat_template,
+                apply_chat_template_kwargs=held_out.apply_chat_template_kwargs,
+                max_prompt_len=held_out.max_prompt_len,
+                max_context_len=held_out.max_context_len,
+            ),
         )
-        for name, path in zip(names, words[1::2], strict=True)
+        for held_out in eval_sets(config)
     }

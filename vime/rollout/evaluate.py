@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from vime.config import Config
-from vime.data.prompts import PromptSet
-from vime.errors import ConfigError, EngineError, VimeError
+from vime.config.eval_sets import EvalSet
+from vime.errors import EngineError, VimeError
 from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rewards.score import scalar_reward
-from vime.rollout.generate import request_seed, rollout_sampling
+from vime.rollout.eval_data import HeldOutSet
+from vime.rollout.generate import request_seed
 from vime.rollout.runner import GroupRunner, Outcome
 from vime.rollout.stats import length_metrics, verdict_ratios
 from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
@@ -22,83 +25,115 @@ _MAX_FAILED_SHARE = 0.25
 
 
 async def evaluate(
-    context: RolloutContext, rollout_id: int, sets: Mapping[str, PromptSet], engines: Engines
+    context: RolloutContext, rollout_id: int, sets: Mapping[str, HeldOutSet], engines: Engines
 ) -> RolloutResult:
     """All samples of all sets (their set under metadata["eval_set"]) and the metrics eval/<set>….
 
-    A sample that failed counts as reward 0 and in eval/<set>-failed_ratio. Sampling with a temperature uses seeds that
-    do not depend on the rollout, so that two evaluations differ by their weights alone.
-    Raises: EngineError or VimeError when more than a quarter of the samples failed.
+    The sets share the engines, side by side. A sample that failed counts as reward 0 and in eval/<set>-failed_ratio.
+    Sampling with a temperature uses seeds that depend on --rollout-seed, the set's name and the prompt's place in it
+    alone, so that two evaluations differ by their weights.
+    Raises: EngineError or VimeError when more than a quarter of a set's samples failed.
     """
-    config = context.config
-    seed = config.data.rollout_seed
-    sampling = eval_sampling(config)
+    slots = asyncio.Semaphore(context.config.rollout.rollout_concurrency)
+    first_ids = _first_ids(sets)
+    work = [
+        asyncio.ensure_future(
+            _run_set(context, engines, held_out, first_ids[name], slots, name=f"eval-{rollout_id}-{number}")
+        )
+        for number, (name, held_out) in enumerate(sets.items())
+    ]
+    try:
+        results = await asyncio.gather(*work)
+    except BaseException:  # ctrl-C, too: no request may outlive its evaluation
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        raise
+    metrics: Metrics = {}
+    for (name, held_out), groups in zip(sets.items(), results, strict=True):
+        metrics |= set_metrics(name, groups, held_out.settings.reward_key)
+        metrics[f"eval/{name}-num_dropped_prompts"] = float(held_out.num_dropped)
+    return RolloutResult([group for groups in results for group in groups], metrics)
+
+
+async def _run_set(
+    context: RolloutContext,
+    engines: Engines,
+    held_out: HeldOutSet,
+    first: tuple[int, int],
+    slots: asyncio.Semaphore,
+    *,
+    name: str,
+) -> list[Group]:
+    """The finished groups of one set, in its order. Args: first: ids of its first group and its first sample."""
+    settings = held_out.settings
+    seed, (first_group, _) = context.config.data.rollout_seed, first
+
+    def seed_of(group: Group) -> int | None:
+        place = group.group_id - first_group
+        return request_seed(seed, "eval", settings.name, place) if settings.temperature > 0 else None
+
     runner = GroupRunner(
         context,
         engines,
-        sampling=sampling,
-        seed_of=lambda group: request_seed(seed, "eval", group.group_id) if sampling.temperature > 0 else None,
-        name=f"eval-{rollout_id}",
+        sampling=eval_sampling(settings, context.config),
+        seed_of=seed_of,
+        name=name,
+        max_context_len=settings.max_context_len,
+        generate_path=settings.custom_generate_function_path,
+        slots=slots,
     )
     outcomes: list[Outcome] = []
     try:
-        for group in _groups(sets, config.eval.n_samples_per_eval_prompt):
+        for group in _groups(held_out, first):
             runner.start(group)
         while runner.num_outstanding:
             outcomes.append(await runner.next_outcome())
-    except BaseException:  # ctrl-C, too: no request may outlive its evaluation
+    except BaseException:
         await runner.cancel()
         raise
-    _check_failures(outcomes)
-    groups = sorted((outcome.group for outcome in outcomes), key=lambda group: group.group_id)
-    key = config.eval.eval_reward_key or config.reward.reward_key
-    metrics: Metrics = {}
-    for name in sets:
-        metrics |= set_metrics(name, [g for g in groups if g.samples[0].metadata[SET_KEY] == name], key)
-    return RolloutResult(groups, metrics)
+    _check_failures(settings.name, outcomes)
+    return sorted((outcome.group for outcome in outcomes), key=lambda group: group.group_id)
 
 
-def eval_sampling(config: Config) -> SamplingParams:
-    """How held-out samples are drawn. Raises: ConfigError for several greedy samples of a prompt."""
-    settings = config.eval
-
-    def either(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    sampling = rollout_sampling(config)
-    sampling = replace(
-        sampling,
-        temperature=either(settings.eval_temperature, sampling.temperature),
-        top_p=either(settings.eval_top_p, sampling.top_p),
-        top_k=int(either(settings.eval_top_k, sampling.top_k)),
-        max_tokens=int(either(settings.eval_max_response_len, sampling.max_tokens)),
+def eval_sampling(settings: EvalSet, config: Config) -> SamplingParams:
+    """How a set's samples are drawn; `n`, `seed` and room in the context are set per request."""
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_tokens=settings.max_response_len,
+        min_tokens=settings.min_new_tokens,
+        stop=settings.stop,
+        stop_token_ids=settings.stop_token_ids,
+        skip_special_tokens=config.rollout.rollout_skip_special_tokens,
     )
-    if sampling.temperature == 0 and settings.n_samples_per_eval_prompt > 1:
-        raise ConfigError(
-            f"--n-samples-per-eval-prompt is {settings.n_samples_per_eval_prompt}, but --eval-temperature 0 is greedy "
-            f"and gives one answer; use 1 sample or a temperature"
-        )
-    return sampling
 
 
 def set_metrics(name: str, groups: Sequence[Group], reward_key: str | None) -> Metrics:
-    """The metrics of one set. pass@k counts rewards of 1 and above, with the estimator of arXiv:2107.03374, eq. 1."""
+    """The metrics of one set. Siblings of a trajectory count once, by their mean reward.
+
+    pass@k counts rewards of 1 and above, with the estimator of arXiv:2107.03374, eq. 1, for k up to the smallest group.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    rewards = {id(s): _reward(s, reward_key) for s in samples}
+    rewards = [_trajectory_rewards(group, reward_key) for group in groups]
+    prompt_means = np.array([np.mean(of_group) for of_group in rewards])
     prefix = f"eval/{name}"
     metrics: Metrics = {
-        prefix: sum(rewards.values()) / len(samples),
+        prefix: float(np.mean(np.concatenate(rewards))),
         f"{prefix}-truncated_ratio": _share(samples, SampleStatus.TRUNCATED),
         f"{prefix}-failed_ratio": _share(samples, SampleStatus.FAILED),
         f"{prefix}-num_prompts": float(len(groups)),
         f"{prefix}-num_samples": float(len(samples)),
     }
+    if len(groups) > 1:
+        metrics[f"{prefix}-stderr"] = float(prompt_means.std(ddof=1)) / math.sqrt(len(groups))
     metrics |= length_metrics(f"{prefix}-response_len", [s.response_length for s in samples])
     metrics |= verdict_ratios(f"{prefix}-reward_", samples)
-    n = min(len(group.samples) for group in groups)
+    n = min(map(len, rewards))
     k = 1
     while n > 1 and k <= n:
-        correct = [(len(g.samples), sum(rewards[id(s)] >= 1 for s in g.samples)) for g in groups]
+        correct = [(len(of_group), sum(reward >= 1 for reward in of_group)) for of_group in rewards]
         metrics[f"{prefix}-pass@{k}"] = sum(pass_at_k(m, c, k) for m, c in correct) / len(groups)
         k *= 2
     return metrics
@@ -109,39 +144,63 @@ def pass_at_k(n: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(n - num_correct, k) / math.comb(n, k)
 
 
-def _groups(sets: Mapping[str, PromptSet], n_samples: int) -> Iterator[Group]:
-    group_id = 0
-    for name, prompts in sets.items():
-        for prompt in prompts:
-            samples = [
-                Sample(
-                    prompt=prompt.prompt,
-                    tokens=prompt.tokens,
-                    label=prompt.label,
-                    metadata={**prompt.metadata, SET_KEY: name},
-                    group_id=group_id,
-                    sample_id=group_id * n_samples + i,
-                    trajectory_id=group_id * n_samples + i,
-                )
-                for i in range(n_samples)
-            ]
-            yield Group(group_id, samples)
-            group_id += 1
+def _first_ids(sets: Mapping[str, HeldOutSet]) -> dict[str, tuple[int, int]]:
+    """Ids of each set's first group and first sample: unique over all sets."""
+    group_id = sample_id = 0
+    ids = {}
+    for name, held_out in sets.items():
+        ids[name] = (group_id, sample_id)
+        group_id += len(held_out)
+        sample_id += len(held_out) * held_out.settings.n_samples_per_eval_prompt
+    return ids
 
 
-def _check_failures(outcomes: Sequence[Outcome]) -> None:
+def _groups(held_out: HeldOutSet, first: tuple[int, int]) -> Iterator[Group]:
+    settings = held_out.settings
+    forced = {**settings.metadata_overrides, SET_KEY: settings.name}
+    if settings.rm_type is not None:
+        forced["rm_type"] = settings.rm_type
+    n = settings.n_samples_per_eval_prompt
+    for place, prompt in enumerate(held_out):
+        group_id = first[0] + place
+        ids = [first[1] + place * n + i for i in range(n)]
+        samples = [
+            Sample(
+                prompt=prompt.prompt,
+                tokens=prompt.tokens,
+                label=prompt.label,
+                metadata={**prompt.metadata, **forced},
+                group_id=group_id,
+                sample_id=sample_id,
+                trajectory_id=sample_id,
+            )
+            for sample_id in ids
+        ]
+        yield Group(group_id, samples)
+
+
+def _check_failures(name: str, outcomes: Sequence[Outcome]) -> None:
     failed = [o for o in outcomes if o.error is not None or o.is_aborted]
     if len(failed) > _MAX_FAILED_SHARE * len(outcomes):
         error = failed[0].error or EngineError("an engine aborted a request that nobody asked it to abort")
         kind = EngineError if isinstance(error, EngineError) else VimeError
         raise kind(
-            f"{len(failed)} of {len(outcomes)} held-out prompts failed; the first: {type(error).__name__}: {error}"
+            f"{len(failed)} of {len(outcomes)} prompts of the held-out set {name} failed; the first: "
+            f"{type(error).__name__}: {error}"
         ) from error
     for outcome in failed:
         if outcome.is_aborted:
             for sample in outcome.group.samples:
                 sample.status = SampleStatus.FAILED
                 sample.metadata["error"] = "generate: aborted by the engine"
+
+
+def _trajectory_rewards(group: Group, key: str | None) -> list[float]:
+    """One reward per trajectory of the group: the mean over its siblings."""
+    found: dict[int, list[float]] = {}
+    for sample in group.samples:
+        found.setdefault(sample.trajectory_id, []).append(_reward(sample, key))
+    return [sum(rewards) / len(rewards) for rewards in found.values()]
 
 
 def _reward(sample: Sample, key: str | None) -> float:

@@ -46,7 +46,8 @@ def fit_context(sampling: SamplingParams, prompt_len: int, max_context_len: int 
     room = max_context_len - prompt_len
     if room < 1:
         raise DataError(
-            f"a prompt of {prompt_len} tokens leaves no room in --rollout-max-context-len {max_context_len}"
+            f"a prompt of {prompt_len} tokens leaves no room in the {max_context_len} of --rollout-max-context-len "
+            "(of a held-out set: max_context_len)"
         )
     return sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
 
@@ -97,6 +98,7 @@ async def generate_by_hook(
     group: Group,
     sampling: Callable[[int], SamplingParams],
     slots: asyncio.Semaphore,
+    max_context_len: int | None,
 ) -> list[Sample]:
     """The samples that the user's generate function makes of a group's, each in a slot of its own.
 
@@ -104,13 +106,14 @@ async def generate_by_hook(
 
     Args:
         sampling: the sampling parameters of the i-th sample.
+        max_context_len: tokens a sample may have.
     Raises: what the function raises, once all of the group's calls have ended; EngineError if it returned no samples.
     """
 
     async def one(index: int, sample: Sample) -> list[Sample]:
         async with slots:
             result = await hook(context, sample, sampling(index))
-        return _siblings(sample, result, context.config.rollout.rollout_max_context_len)
+        return _siblings(sample, result, max_context_len)
 
     results = await asyncio.gather(*(one(i, s) for i, s in enumerate(group.samples)), return_exceptions=True)
     samples: list[Sample] = []
@@ -145,6 +148,6 @@ def _siblings(origin: Sample, result: Any, max_context_len: int | None) -> list[
         if max_context_len is not None and len(sibling.tokens) > max_context_len:
             raise EngineError(
                 f"the custom generate function made sample {origin.sample_id} {len(sibling.tokens)} tokens long, above "
-                f"--rollout-max-context-len {max_context_len}"
+                f"the {max_context_len} of --rollout-max-context-len (of a held-out set: max_context_len)"
             )
     return siblings

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vime.config import Config
 from vime.config.hooks import load_hook, raised
 from vime.data.buffer import pending_again
 from vime.errors import ConfigError, DataError, EngineError, RewardError
@@ -44,6 +43,9 @@ class GroupRunner:
         sampling: how samples are drawn, before `n`, seed and context are set.
         seed_of: the seed of a group's request.
         name: prefix of the request ids, unique among runners that share engines.
+        max_context_len: tokens of prompt and response together; None is what the engines allow.
+        generate_path: dotted path of the user's generate function, if there is one.
+        slots: requests that may be in flight, shared with other runners; default: --rollout-concurrency.
     """
 
     def __init__(
@@ -54,14 +56,17 @@ class GroupRunner:
         sampling: SamplingParams,
         seed_of: Callable[[Group], int | None],
         name: str,
+        max_context_len: int | None,
+        generate_path: str | None,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         config = context.config
         self._context, self._engines = context, engines
         self._sampling, self._seed_of, self._name = sampling, seed_of, name
-        self._max_context_len = config.rollout.rollout_max_context_len
-        self._hook = _generate_hook(config)
+        self._max_context_len = max_context_len
+        self._hook = _generate_hook(generate_path)
         self._runs_users_code = self._hook is not None or config.reward.custom_rm_path is not None
-        self._slots = asyncio.Semaphore(config.rollout.rollout_concurrency)
+        self._slots = slots or asyncio.Semaphore(config.rollout.rollout_concurrency)
         self._results: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[Outcome], Group] = {}
         self._in_flight: dict[str, asyncio.Task[Any]] = {}  # by request id
@@ -158,7 +163,12 @@ class GroupRunner:
         seed = self._seed_of(group)
         if self._hook is not None:
             samples = await generate_by_hook(
-                self._hook, self._context, group, lambda i: _with_seed(sampling, seed, i), self._slots
+                self._hook,
+                self._context,
+                group,
+                lambda i: _with_seed(sampling, seed, i),
+                self._slots,
+                self._max_context_len,
             )
             return Group(group.group_id, samples)
         request_id = f"{self._name}-{group.group_id}"
@@ -186,8 +196,7 @@ def _with_seed(sampling: SamplingParams, seed: int | None, index: int | None) ->
     return replace(sampling, seed=seed if index is None else request_seed(seed, index))
 
 
-def _generate_hook(config: Config) -> GenerateFunction | None:
-    path = config.rollout.custom_generate_function_path
+def _generate_hook(path: str | None) -> GenerateFunction | None:
     if path is None:
         return None
     hook: GenerateFunction = load_hook(path, ("config", "sample", "sampling_params"), is_async=True)

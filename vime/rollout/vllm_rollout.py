@@ -12,10 +12,10 @@ import numpy as np
 
 from vime.config.hooks import load_hook, raised
 from vime.data.buffer import pending_again
-from vime.data.prompts import PromptSet
 from vime.errors import EngineError, VimeError
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rewards.score import scalar_reward
+from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.evaluate import evaluate
 from vime.rollout.filters import FilterOutput
 from vime.rollout.generate import request_seed, rollout_sampling
@@ -35,7 +35,7 @@ _MAX_DROPPED_FACTOR = 20  # groups dropped by the filter while none was kept, pe
 def generate_rollout(
     config: RolloutContext,
     rollout_id: int,
-    data_source: DataSource | Mapping[str, PromptSet],
+    data_source: DataSource | Mapping[str, HeldOutSet],
     engines: Engines,
     evaluation: bool = False,
 ) -> RolloutResult:
@@ -47,7 +47,7 @@ def generate_rollout(
     filter looks at the group. When enough are kept the rest is aborted and put back into the source as it was handed
     out: pending, its partial or finished responses discarded. Groups that failed or were dropped are replaced.
 
-    Evaluation: `data_source` maps each set's name to its prompts (`vime.rollout.eval_data.load_eval_sets`).
+    Evaluation: `data_source` maps each set's name to its prompts and settings (`vime.rollout.eval_data.HeldOutSet`).
 
     It runs an event loop of its own and ends with `engines.aclose()`; the caller must not be inside a loop.
     Each request's seed follows from (--rollout-seed, rollout_id, group_id): without over-sampling the same engines
@@ -81,6 +81,8 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         sampling=rollout_sampling(config),
         seed_of=lambda group: request_seed(seed, rollout_id, group.group_id),
         name=f"rollout-{rollout_id}",
+        max_context_len=config.rollout.rollout_max_context_len,
+        generate_path=config.rollout.custom_generate_function_path,
     )
     kept = _Kept(context, target)
     try:
