@@ -81,8 +81,8 @@ def test_sets_may_be_a_mapping_by_name(tmp_path: Path) -> None:
         ("eval: {datasets: []}", "names no sets"),
         ("eval: {defaluts: {}, datasets: [{name: a, path: b}]}", "defaluts is not a setting; did you mean defaults?"),
         (
-            "eval: {datasets: [{name: a, path: b, temprature: 1}]}",
-            "set a: temprature is not a setting; did you mean t",
+            "eval: {datasets: [{name: a, path: b, temperatures: 1}]}",
+            "set a: temperatures is not a setting; did you mean t",
         ),
         ("eval: {defaults: {name: x}, datasets: [{name: a, path: b}]}", "defaults: name is not a setting"),
         ("eval: {datasets: [{path: b}]}", "set 1 has no name"),
