@@ -3,6 +3,8 @@
 VimeError
 ├── ConfigError (also ValueError)   a setting is wrong; lists all problems found
 ├── DataError (also ValueError)     a prompt file or sample is malformed
+├── HookError                       a user's function raised, hung or gave something unusable
+│   └── HookTimeout                 it took longer than its time limit
 ├── RewardError                     a reward function gave no usable number, or graders cannot run at all
 ├── EngineError                     an inference engine answered with an error or not at all
 │   └── EngineDead                  its process is gone
@@ -32,6 +34,14 @@ class ConfigError(VimeError, ValueError):
 
 class DataError(VimeError, ValueError):
     """A prompt file or a sample is malformed; the message names the file and line, or the sample."""
+
+
+class HookError(VimeError):
+    """A user's function raised or gave something unusable; the message names its flag, path, file and line."""
+
+
+class HookTimeout(HookError):
+    """A user's function took longer than its time limit; the message names the line it was waiting in."""
 
 
 class RewardError(VimeError):

@@ -72,6 +72,8 @@ class Sample:
     weight_versions: tuple[VersionSpan, ...] = ()
     """Which policy version sampled which response tokens; spans are ordered and do not overlap."""
     reward: float | dict[str, float] | None = None
+    remove_sample: bool = False
+    """Keep the sample in group statistics and in every average, but learn from none of its tokens."""
     status: SampleStatus = SampleStatus.PENDING
     group_id: int = -1
     sample_id: int = -1
@@ -178,6 +180,12 @@ class Sample:
         )
         for name in _ALIGNED:
             object.__setattr__(self, name, getattr(new, name))
+
+    def mask_response(self, start: int = 0, stop: int | None = None) -> None:
+        """Take the gradient from response tokens [start, stop): their mask becomes 0; tokens and log-probs stay."""
+        hidden = set(range(*slice(start, stop).indices(self.response_length)))
+        mask = tuple(0 if i in hidden else m for i, m in enumerate(self.loss_mask))
+        object.__setattr__(self, "loss_mask", mask)
 
 
 @dataclass(slots=True)

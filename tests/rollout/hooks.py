@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vime.protocols import GenerateRequest, RolloutContext, SamplingParams
+from vime.protocols import DataSource, GenerateRequest, RolloutContext, SamplingParams
 from vime.rollout.generate import apply_completion
-from vime.types import Sample, SampleStatus
+from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
 
 
 async def two_turns(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
@@ -133,3 +133,135 @@ def filter_that_says_no(config: RolloutContext, samples: Sequence[Sample]) -> st
 async def first_is_best(config: RolloutContext, samples: list[Sample]) -> list[float]:
     """A group reward: 1 for the group's first sample."""
     return [float(i == 0) for i in range(len(samples))]
+
+
+async def told_of_evaluation(
+    config: RolloutContext, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample:
+    """Rewards itself with what it was told."""
+    sample.append_response([3], [-1.0], version=0)
+    sample.status, sample.reward = SampleStatus.COMPLETED, float(evaluation)
+    return sample
+
+
+async def hangs_on_some(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Never ends for one sample of one prompt."""
+    sample.append_response([3], [-1.0], version=0)
+    if sample.sample_id == 3:
+        await asyncio.sleep(3600)
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    return sample
+
+
+async def goes_on(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Two turns that remember where they are, so that an aborted sample can be gone on with."""
+    for turn in range(sample.metadata.setdefault("turn", 0), 2):
+        request = GenerateRequest(
+            request_id=f"goes-on-{sample.group_id}-{sample.sample_id}-{turn}",
+            token_ids=sample.tokens,
+            sampling=replace(sampling_params, n=1),
+        )
+        (completion,) = await config.engines.generate(request)
+        apply_completion(sample, completion, config.tokenizer, skip_special_tokens=True)
+        if sample.status is SampleStatus.ABORTED:
+            return sample
+        sample.metadata["turn"] = turn + 1
+    sample.reward = float(sample.sample_id % 2)
+    return sample
+
+
+async def ignores_the_abort(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Calls every sample completed."""
+    sample = await goes_on(config, sample, sampling_params)
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    return sample
+
+
+def append_id(config: RolloutContext, sample: Sample, *, rollout_id: int, evaluation: bool) -> None:
+    """A sample hook that changes the sample it is given."""
+    sample.response += f"|{rollout_id}{'e' if evaluation else 't'}"
+
+
+def label_is_response(config: RolloutContext, sample: Sample, *, rollout_id: int, evaluation: bool) -> Sample:
+    """A sample hook that gives another sample: whatever was said is right."""
+    return replace(sample, label=sample.response, group_id=-1, trajectory_id=-1)
+
+
+def sample_hook_that_raises(config: RolloutContext, sample: Sample, *, rollout_id: int, evaluation: bool) -> None:
+    """Has a bug that one prompt of ten meets."""
+    if sample.label == "3":
+        raise LookupError("a bug")
+
+
+def sample_hook_that_gives_text(config: RolloutContext, sample: Sample, *, rollout_id: int, evaluation: bool) -> str:
+    """Forgets that a sample is wanted."""
+    return sample.response
+
+
+def remove_the_odd(config: RolloutContext, groups: Sequence[Group]) -> None:
+    """A sample filter."""
+    for group in groups:
+        for sample in group.samples:
+            sample.remove_sample = sample.sample_id % 2 == 1
+
+
+def remove_by_text(config: RolloutContext, groups: Sequence[Group]) -> None:
+    """A sample filter that means well."""
+    groups[0].samples[0].remove_sample = "yes"  # type: ignore[assignment]
+
+
+def note_all(config: RolloutContext, all_groups: Sequence[Group], data_source: DataSource) -> None:
+    """Sees all groups; keeps what it saw where the test finds it."""
+    config.tokenizer.seen = [(g.group_id, [s.status for s in g.samples]) for g in all_groups], data_source
+
+
+def log_and_skip(
+    config: RolloutContext, rollout_id: int, groups: Sequence[Group], metrics: Metrics, seconds: float
+) -> bool:
+    """Logs one number in place of all others."""
+    metrics["custom/groups"] = float(len(groups)) + rollout_id
+    metrics["custom/took_time"] = float(seconds > 0)
+    return True
+
+
+def log_eval(config: RolloutContext, rollout_id: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    """Logs one number beside the others."""
+    metrics["custom/eval_groups"] = float(len(groups))
+
+
+def log_text(
+    config: RolloutContext, rollout_id: int, groups: Sequence[Group], metrics: Metrics, seconds: float
+) -> None:
+    """A metric that is no number."""
+    metrics["custom/model"] = "small"  # type: ignore[assignment]
+
+
+def rollout_of_one(
+    config: RolloutContext, rollout_id: int, data_source: object, engines: object, evaluation: bool = False
+) -> RolloutResult:
+    """A rollout function of a user's own."""
+    group = Group(0, [Sample(group_id=0, reward=1.0)])
+    return RolloutResult([group], {"custom/evaluation": float(evaluation)})
+
+
+def rollout_of_a_list(
+    config: RolloutContext, rollout_id: int, data_source: object, engines: object, evaluation: bool = False
+) -> list[Group]:
+    """Not what a rollout function returns."""
+    return []
+
+
+async def fans_out_late(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> list[Sample]:
+    """Two siblings, the second still under way when the rollout stops."""
+    second = replace(sample)
+    second.reward = 1.0
+    for turn, sibling in enumerate((sample, second)):
+        request = GenerateRequest(
+            request_id=f"goes-on-{sample.group_id if turn else 0}-{sample.sample_id}-{turn}",
+            token_ids=sample.prompt_tokens,
+            sampling=replace(sampling_params, n=1),
+        )
+        (completion,) = await config.engines.generate(request)
+        apply_completion(sibling, completion, config.tokenizer, skip_special_tokens=True)
+    sample.reward = 0.0
+    return [sample, second]

@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.fakes import FakeEngines, char_tokenizer, seeded_digits
-from vime.config import Config, DataConfig, RewardConfig, RolloutConfig
-from vime.data.buffer import DataBuffer, sample_to_json
-from vime.data.prompts import Prompt
+from tests.rollout.bench import HOOKS, Bench, contents, ids
 from vime.errors import ConfigError, EngineError, VimeError
-from vime.observability.metrics import check_names
-from vime.protocols import GenerateRequest, RolloutContext
+from vime.protocols import GenerateRequest
 from vime.rewards.pool import GraderPool
-from vime.rewards.score import make_reward_function
-from vime.rollout.vllm_rollout import generate_rollout
-from vime.types import Group, RolloutResult, SampleStatus
-
-HOOKS = "tests.rollout.hooks"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return char_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    pool = GraderPool()
-    yield pool
-    pool.close()
-
-
-class Bench:
-    """A rollout function, its data and its engines, as one run has them."""
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        pool: GraderPool,
-        engines: FakeEngines | None = None,
-        *,
-        reward: dict[str, Any] | None = None,
-        **rollout: Any,
-    ) -> None:
-        settings = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 8} | rollout
-        self.config = Config(
-            data=DataConfig(rollout_seed=11),
-            rollout=RolloutConfig(**settings),
-            reward=RewardConfig(**({"rm_type": "exact_match"} if reward is None else reward)),
-        )
-        self.engines = engines or FakeEngines(seeded_digits(tokenizer, length=1))
-        prompts = [
-            Prompt(f"{i}=", tuple(tokenizer(f"{i}=", add_special_tokens=False)["input_ids"]), label=str(i))
-            for i in range(10)
-        ]
-        self.source = DataBuffer(prompts, n_samples_per_prompt=settings["n_samples_per_prompt"], shuffle=False, seed=0)
-        self.context = RolloutContext(
-            self.config, self.engines, tokenizer, make_reward_function(self.config.reward, pool)
-        )
-
-    def run(self, rollout_id: int = 0) -> RolloutResult:
-        result = generate_rollout(self.context, rollout_id, self.source, self.engines)
-        check_names(result.metrics)
-        return result
-
-
-def ids(result: RolloutResult) -> list[int]:
-    return [group.group_id for group in result.groups]
-
-
-def contents(groups: list[Group]) -> list[Any]:
-    return [sample_to_json(sample) for group in groups for sample in group.samples]
+from vime.types import SampleStatus
 
 
 def shuffled_delays(request: GenerateRequest) -> Any:
@@ -364,7 +303,7 @@ def test_an_error_of_a_users_function_says_where_it_was_raised(tokenizer: Any, p
 
 
 def test_a_filter_that_gives_no_verdict_is_an_error(tokenizer: Any, pool: GraderPool) -> None:
-    with pytest.raises(VimeError, match="returned no; return a bool or a FilterOutput"):
+    with pytest.raises(VimeError, match=r"returned no \(str\), but a bool or a FilterOutput .*\(defined in hooks"):
         Bench(tokenizer, pool, dynamic_sampling_filter_path=f"{HOOKS}.filter_that_says_no").run()
 
 

@@ -66,13 +66,39 @@ class RolloutConfig:
     rollout_batch_size: int = setting(0, "prompts per rollout (required)")
     n_samples_per_prompt: int = setting(1, "samples per prompt: the group size")
     over_sampling_batch_size: int | None = setting(None, "prompts asked for at a time; default: as many as are missing")
+    partial_rollout: bool = setting(
+        False, "keep the tokens of groups aborted as surplus and go on with them in a later rollout"
+    )
+    mask_offpolicy_in_partial_rollout: bool = setting(
+        False, "with --partial-rollout: no gradient for tokens that an earlier rollout sampled"
+    )
     rollout_function_path: str = setting(
         "vime.rollout.vllm_rollout.generate_rollout", "dotted path of the rollout function"
     )
     eval_function_path: str | None = setting(None, "dotted path of the rollout function of evaluation")
-    custom_generate_function_path: str | None = setting(None, "dotted path of a function that generates one sample")
+    custom_generate_function_path: str | None = setting(
+        None, "dotted path of async (config, sample, sampling_params) -> Sample; metadata.generate_function_path wins"
+    )
+    custom_generate_timeout_s: float | None = setting(
+        None, "seconds a custom generate function may take for one sample, which then fails; default: no limit"
+    )
+    rollout_sample_hook_path: list[str] = setting(
+        [], "dotted paths of functions (config, sample, *, rollout_id, evaluation), on each sample before its reward"
+    )
     dynamic_sampling_filter_path: str | None = setting(
         None, "dotted path of a filter (config, samples) -> bool or FilterOutput; a dropped group is replaced"
+    )
+    rollout_sample_filter_path: str | None = setting(
+        None, "dotted path of a function (config, groups) that marks samples not to be learnt from (remove_sample)"
+    )
+    rollout_all_samples_process_path: str | None = setting(
+        None, "dotted path of a function (config, all_groups, data_source) that sees dropped and failed groups as well"
+    )
+    custom_rollout_log_function_path: str | None = setting(
+        None, "dotted path of a function (config, rollout_id, groups, metrics, seconds); True: no other rollout metrics"
+    )
+    custom_eval_rollout_log_function_path: str | None = setting(
+        None, "dotted path of a function (config, rollout_id, groups, metrics); True: no other metrics of evaluation"
     )
     rollout_temperature: float = setting(1.0, "sampling temperature, above 0; log-probs are of the same temperature")
     rollout_top_p: float = setting(1.0, "nucleus sampling; only 1.0 until the trainer computes over the same support")

@@ -17,6 +17,16 @@ def _is_sft(c: Config) -> bool:
 
 # (settings, when nobody reads them, what to do about it)
 _RULES: tuple[Rule, ...] = (
+    (
+        ("rollout.mask_offpolicy_in_partial_rollout",),
+        lambda c: not c.rollout.partial_rollout,
+        "add --partial-rollout",
+    ),
+    (
+        ("rollout.partial_rollout",),
+        lambda c: c.rollout.over_sampling_batch_size is None,
+        "nothing is left over without --over-sampling-batch-size above --rollout-batch-size",
+    ),
     (("rollout.num_epoch",), lambda c: c.rollout.num_rollout is not None, "--num-rollout counts; give one of them"),
     (("algo.kl_loss_type", "checkpoint.ref_load"), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
     (
@@ -84,6 +94,7 @@ _RULES: tuple[Rule, ...] = (
             "eval.eval_max_context_len",
             "eval.eval_reward_key",
             "rollout.eval_function_path",
+            "rollout.custom_eval_rollout_log_function_path",
         ),
         lambda c: not has_eval_sets(c),
         "add --eval-prompt-data, pairs of NAME PATH, or --eval-config",
@@ -112,6 +123,10 @@ _RULES: tuple[Rule, ...] = (
             "algo.entropy_coef",
             "rollout.dynamic_sampling_filter_path",
             "rollout.custom_generate_function_path",
+            "rollout.partial_rollout",
+            "rollout.rollout_sample_hook_path",
+            "rollout.rollout_sample_filter_path",
+            "rollout.rollout_all_samples_process_path",
             "rollout.over_sampling_batch_size",
             "rollout.rollout_stop",
             "rollout.rollout_stop_token_ids",

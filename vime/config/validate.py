@@ -163,6 +163,7 @@ _MAXIMA: Mapping[str, tuple[int, str]] = {
 }
 _ABOVE_ZERO = (
     "rollout.rollout_temperature",
+    "rollout.custom_generate_timeout_s",
     "reward.rm_timeout_s",
     "sync.weight_probe_tolerance",
     "sync.update_weight_timeout_s",

@@ -7,14 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vime.config import Config
+from vime.config import Config, hook_table
 from vime.config.eval_sets import check_settings, eval_sets
-from vime.config.hooks import load_hook
 from vime.errors import ConfigError
 
 _LINES_READ = 64  # enough to see a wrong key or format; loading the data reads every line
-_ROLLOUT = ("config", "rollout_id", "data_source", "engines")
-_GENERATE = ("config", "sample", "sampling_params")
 
 
 def check_paths(config: Config) -> Iterator[str]:
@@ -72,35 +69,14 @@ def check_eval_sets(
         path = held_out.custom_generate_function_path
         if path is not None and path != config.rollout.custom_generate_function_path:
             try:
-                load_hook(path, _GENERATE, is_async=True)
+                hook_table.load_path(config, "rollout.custom_generate_function_path", path)
             except ConfigError as error:
                 yield from (f"held-out set {held_out.name}: custom_generate_function_path {p}" for p in error.problems)
 
 
 def check_hooks(config: Config) -> Iterator[str]:
     """Every dotted path: importable, callable, with the parameters it will be called with."""
-    rollout, reward = config.rollout, config.reward
-    scored = "samples" if reward.group_rm else "sample"
-    hooks: tuple[tuple[str, str | None, Sequence[str], Sequence[str], bool], ...] = (
-        ("--rollout-function-path", rollout.rollout_function_path, _ROLLOUT, ("evaluation",), False),
-        ("--eval-function-path", rollout.eval_function_path, _ROLLOUT, ("evaluation",), False),
-        (
-            "--custom-generate-function-path",
-            rollout.custom_generate_function_path,
-            _GENERATE,
-            (),
-            True,
-        ),
-        ("--dynamic-sampling-filter-path", rollout.dynamic_sampling_filter_path, ("config", "samples"), (), False),
-        ("--custom-rm-path", reward.custom_rm_path, ("config", scored), (), True),
-    )
-    for flag, path, parameters, keywords, is_async in hooks:
-        if path is None:
-            continue
-        try:
-            load_hook(path, parameters, keywords=keywords, is_async=is_async)
-        except ConfigError as error:
-            yield from (f"{flag} {problem}" for problem in error.problems)
+    return hook_table.problems(config)
 
 
 def _check_jsonl(flag: str, path: str, input_key: str, label_key: str | None) -> Iterator[str]:

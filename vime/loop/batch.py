@@ -117,6 +117,8 @@ def _token_columns(
     log_probs[is_response] = np.fromiter(
         chain.from_iterable(s.rollout_log_probs for s in samples), np.float32, num_response
     )
+    removed = np.array([s.remove_sample for s in samples])
+    mask[np.repeat(removed, np.diff(cu_seqlens))] = 0
     log_probs[mask == 0] = np.nan
     return tokens, mask, log_probs
 

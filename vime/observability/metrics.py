@@ -47,7 +47,7 @@ rollout/failed_ratio | ratio | generated samples that failed
 rollout/reward_<verdict> | ratio | generated samples whose grading ended without a judgement, by verdict
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
-rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer
+rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from vime.config import Config, modes
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
-from vime.config.hooks import load_hook
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
@@ -50,7 +49,6 @@ from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
 from vime.weight_sync.shm import remove_stale_segments
 
-_ROLLOUT_PARAMETERS = ("config", "rollout_id", "data_source", "engines", "evaluation")
 _PROBE_PROMPTS = 4
 
 
@@ -215,14 +213,7 @@ def _rollout_stage(
     stack.callback(pool.close)
     endpoint: Engines = client if client is not None else NoEngines()
     context = RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
-    path = config.rollout.rollout_function_path
-    return RolloutStage(
-        context,
-        source,
-        eval_sets,
-        load_hook(path, _ROLLOUT_PARAMETERS),
-        load_hook(config.rollout.eval_function_path or path, _ROLLOUT_PARAMETERS),
-    )
+    return RolloutStage(context, source, eval_sets)
 
 
 def _build_stages(

@@ -38,7 +38,7 @@ async def evaluate(
     first_ids = _first_ids(sets)
     work = [
         asyncio.ensure_future(
-            _run_set(context, engines, held_out, first_ids[name], slots, name=f"eval-{rollout_id}-{number}")
+            _run_set(context, engines, held_out, first_ids[name], slots, rollout_id, name=f"eval-{rollout_id}-{number}")
         )
         for number, (name, held_out) in enumerate(sets.items())
     ]
@@ -62,6 +62,7 @@ async def _run_set(
     held_out: HeldOutSet,
     first: tuple[int, int],
     slots: asyncio.Semaphore,
+    rollout_id: int,
     *,
     name: str,
 ) -> list[Group]:
@@ -82,6 +83,8 @@ async def _run_set(
         max_context_len=settings.max_context_len,
         generate_path=settings.custom_generate_function_path,
         slots=slots,
+        rollout_id=rollout_id,
+        evaluation=True,
     )
     outcomes: list[Outcome] = []
     try:

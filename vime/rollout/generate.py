@@ -1,4 +1,4 @@
-"""One group's generation: a request to the engines, or the user's generate function once per sample."""
+"""One group's generation by requests to the engines: all its samples in one, or each from where it was left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from vime.config import Config
 from vime.errors import DataError, EngineError
-from vime.protocols import Completion, Engines, GenerateFunction, GenerateRequest, RolloutContext, SamplingParams
+from vime.protocols import Completion, Engines, GenerateRequest, SamplingParams
 from vime.types import Group, Sample, SampleStatus
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
@@ -52,22 +52,79 @@ def fit_context(sampling: SamplingParams, prompt_len: int, max_context_len: int 
     return sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
 
 
-async def generate_group(
-    engines: Engines, group: Group, sampling: SamplingParams, *, request_id: str, tokenizer: Any
-) -> None:
-    """Fill a group's pending samples from one request for all of them.
+def sampling_left(sampling: SamplingParams, sample: Sample, max_context_len: int | None) -> SamplingParams | None:
+    """`sampling` for the rest of a response that was begun; None if a limit is already reached."""
+    left = sampling.max_tokens - sample.response_length
+    if max_context_len is not None:
+        left = min(left, max_context_len - len(sample.tokens))
+    return replace(sampling, max_tokens=left, n=1) if left > 0 else None
 
-    Raises: EngineError if the request fails, or answers with something else than it was asked for.
+
+def is_unfinished(sample: Sample) -> bool:
+    """Whether there is something left to generate."""
+    return sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)
+
+
+async def generate_group(
+    engines: Engines,
+    group: Group,
+    sampling: Callable[[int | None], SamplingParams],
+    *,
+    request_id: str,
+    tokenizer: Any,
+    max_context_len: int | None = None,
+) -> None:
+    """Fill a group's samples: from one request for all of them, or go on with each that was begun in an earlier one.
+
+    Args:
+        sampling: how to draw the whole group (None), or its i-th sample alone.
+        request_id: of the group; a sample alone appends its index.
+    Raises: EngineError if a request fails, or answers with something else than it was asked for.
     """
+    unfinished = [(i, s) for i, s in enumerate(group.samples) if is_unfinished(s)]
+    if all(s.status is SampleStatus.PENDING for s in group.samples):
+        await _generate_together(engines, group, sampling(None), request_id, tokenizer, max_context_len)
+        return
+
+    async def go_on(index: int, sample: Sample) -> None:
+        left = sampling_left(sampling(index), sample, max_context_len)
+        if left is None:
+            sample.status = SampleStatus.TRUNCATED
+            return
+        request = GenerateRequest(request_id=f"{request_id}-{index}", token_ids=sample.tokens, sampling=left)
+        (completion,) = _expect(await engines.generate(request), request)
+        apply_completion(sample, completion, tokenizer, skip_special_tokens=left.skip_special_tokens)
+
+    results = await asyncio.gather(*(go_on(i, s) for i, s in unfinished), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _generate_together(
+    engines: Engines,
+    group: Group,
+    sampling: SamplingParams,
+    request_id: str,
+    tokenizer: Any,
+    max_context_len: int | None,
+) -> None:
     prompt = group.samples[0].tokens
     if any(s.tokens != prompt or s.response_length for s in group.samples):
         raise ValueError(f"group {group.group_id}: one request needs pending samples of one prompt")
-    request = GenerateRequest(request_id=request_id, token_ids=prompt, sampling=replace(sampling, n=len(group.samples)))
-    completions = await engines.generate(request)
-    if len(completions) != len(group.samples):
-        raise EngineError(f"request {request_id} asked for {len(group.samples)} samples and got {len(completions)}")
+    sampling = replace(fit_context(sampling, len(prompt), max_context_len), n=len(group.samples))
+    request = GenerateRequest(request_id=request_id, token_ids=prompt, sampling=sampling)
+    completions = _expect(await engines.generate(request), request)
     for sample, completion in zip(group.samples, completions, strict=True):
         apply_completion(sample, completion, tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+
+
+def _expect(completions: list[Completion], request: GenerateRequest) -> list[Completion]:
+    if len(completions) != request.sampling.n:
+        raise EngineError(
+            f"request {request.request_id} asked for {request.sampling.n} samples and got {len(completions)}"
+        )
+    return completions
 
 
 def apply_completion(sample: Sample, completion: Completion, tokenizer: Any, *, skip_special_tokens: bool) -> None:
@@ -90,64 +147,3 @@ def apply_completion(sample: Sample, completion: Completion, tokenizer: Any, *, 
         raise EngineError(f"an engine's answer to sample {sample.sample_id} cannot be used: {error}") from error
     sample.response = tokenizer.decode(sample.response_tokens, skip_special_tokens=skip_special_tokens)
     sample.status = status
-
-
-async def generate_by_hook(
-    hook: GenerateFunction,
-    context: RolloutContext,
-    group: Group,
-    sampling: Callable[[int], SamplingParams],
-    slots: asyncio.Semaphore,
-    max_context_len: int | None,
-) -> list[Sample]:
-    """The samples that the user's generate function makes of a group's, each in a slot of its own.
-
-    A function may return several samples for one: siblings, which keep the episode's group_id and trajectory_id.
-
-    Args:
-        sampling: the sampling parameters of the i-th sample.
-        max_context_len: tokens a sample may have.
-    Raises: what the function raises, once all of the group's calls have ended; EngineError if it returned no samples.
-    """
-
-    async def one(index: int, sample: Sample) -> list[Sample]:
-        async with slots:
-            result = await hook(context, sample, sampling(index))
-        return _siblings(sample, result, max_context_len)
-
-    results = await asyncio.gather(*(one(i, s) for i, s in enumerate(group.samples)), return_exceptions=True)
-    samples: list[Sample] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        samples += result
-    return samples
-
-
-def _siblings(origin: Sample, result: Any, max_context_len: int | None) -> list[Sample]:
-    siblings = [result] if isinstance(result, Sample) else result
-    if not isinstance(siblings, list) or not siblings or not all(isinstance(s, Sample) for s in siblings):
-        raise EngineError(
-            f"the custom generate function returned {str(result)[:200]}; return a Sample or a list of them"
-        )
-    if len({id(sibling) for sibling in siblings}) < len(siblings):
-        raise EngineError("the custom generate function returned one Sample twice; a sibling is an object of its own")
-    for sibling in siblings:
-        sibling.group_id, sibling.trajectory_id = origin.group_id, origin.trajectory_id
-        if sibling.sample_id < 0:
-            sibling.sample_id = origin.sample_id
-        if sibling.status is SampleStatus.PENDING:
-            raise EngineError(f"the custom generate function left sample {origin.sample_id} pending; set its status")
-        if not isinstance(sibling.status, SampleStatus) or not isinstance(sibling.metadata, dict):
-            raise EngineError(
-                f"the custom generate function gave sample {origin.sample_id} the status {sibling.status!r} and "
-                f"metadata of type {type(sibling.metadata).__name__}; a SampleStatus and a dict are expected"
-            )
-        if min(sibling.tokens, default=0) < 0:
-            raise EngineError(f"the custom generate function gave sample {origin.sample_id} a negative token id")
-        if max_context_len is not None and len(sibling.tokens) > max_context_len:
-            raise EngineError(
-                f"the custom generate function made sample {origin.sample_id} {len(sibling.tokens)} tokens long, above "
-                f"the {max_context_len} of --rollout-max-context-len (of a held-out set: max_context_len)"
-            )
-    return siblings

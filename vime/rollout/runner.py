@@ -7,21 +7,24 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from vime.config.hooks import load_hook, raised
+from vime.config import hook_table
+from vime.config.hooks import UserFunction
 from vime.data.buffer import pending_again
-from vime.errors import ConfigError, DataError, EngineError, RewardError
-from vime.protocols import Engines, GenerateFunction, RolloutContext, SamplingParams
+from vime.errors import ConfigError, DataError, EngineError, HookTimeout, RewardError
+from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rewards.score import score_samples
-from vime.rollout.generate import fit_context, generate_by_hook, generate_group, request_seed
-from vime.types import Group, SampleStatus
+from vime.rollout.custom_generate import GenerateFunctions, generate_by_function, mark_failed
+from vime.rollout.generate import fit_context, generate_group, is_unfinished, request_seed
+from vime.rollout.requests import RequestTable, TrackedEngines
+from vime.types import Group, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 3.0  # between two aborts of requests that have not ended
 _SWEEPS = 3
 _QUIET_S = 300.0  # without a finished group, until it is said what is waited for
+SAMPLE_HOOKS = "rollout.rollout_sample_hook_path"
 
 
 @dataclass(slots=True)
@@ -34,6 +37,16 @@ class Outcome:
     is_aborted: bool = False
 
 
+@dataclass(slots=True)
+class _Started:
+    """What is put back when a group's task is stopped."""
+
+    fresh: Group
+    """As it was started."""
+    generated: Group | None = None
+    """With what was generated since, before hooks and rewards; where that is kept."""
+
+
 class GroupRunner:
     """Runs groups as tasks: generation, then rewards. One per call of a rollout function.
 
@@ -43,6 +56,7 @@ class GroupRunner:
         sampling: how samples are drawn, before `n`, seed and context are set.
         seed_of: the seed of a group's request.
         name: prefix of the request ids, unique among runners that share engines.
+        rollout_id, evaluation: what users' functions are told.
         max_context_len: tokens of prompt and response together; None is what the engines allow.
         generate_path: dotted path of the user's generate function, if there is one.
         slots: requests that may be in flight, shared with other runners; default: --rollout-concurrency.
@@ -56,20 +70,26 @@ class GroupRunner:
         sampling: SamplingParams,
         seed_of: Callable[[Group], int | None],
         name: str,
+        rollout_id: int,
         max_context_len: int | None,
         generate_path: str | None,
         slots: asyncio.Semaphore | None = None,
+        evaluation: bool = False,
     ) -> None:
         config = context.config
         self._context, self._engines = context, engines
         self._sampling, self._seed_of, self._name = sampling, seed_of, name
+        self._rollout_id, self._evaluation = rollout_id, evaluation
         self._max_context_len = max_context_len
-        self._hook = _generate_hook(generate_path)
-        self._runs_users_code = self._hook is not None or config.reward.custom_rm_path is not None
+        self._functions = GenerateFunctions(config, generate_path)
+        self._sample_hooks = hook_table.load_all(config, SAMPLE_HOOKS)
+        self._keeps_partial = config.rollout.partial_rollout and not evaluation
+        self._masks_old = config.rollout.mask_offpolicy_in_partial_rollout
         self._slots = slots or asyncio.Semaphore(config.rollout.rollout_concurrency)
         self._results: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
-        self._tasks: dict[asyncio.Task[Outcome], Group] = {}
-        self._in_flight: dict[str, asyncio.Task[Any]] = {}  # by request id
+        self._tasks: dict[asyncio.Task[Outcome], _Started] = {}
+        self._requests = RequestTable(keeps_partial=self._keeps_partial)
+        self._in_functions: set[asyncio.Task[Outcome]] = set()
 
     @property
     def num_outstanding(self) -> int:
@@ -77,15 +97,18 @@ class GroupRunner:
         return len(self._tasks)
 
     def start(self, group: Group) -> None:
-        """Begin with a group of pending samples."""
+        """Begin with a group of pending samples, or go on with one that was put back with its tokens."""
+        for sample in group.samples if self._masks_old else ():
+            sample.mask_response()  # what an earlier rollout has sampled
         # Users' functions may leave traces in the samples; the group that can be put back must not have them.
-        pristine = copy.deepcopy(group) if self._runs_users_code else group
-        task = asyncio.get_running_loop().create_task(self._run(group))
-        self._tasks[task] = pristine
+        fresh = copy.deepcopy(group) if self._runs_users_code(group) else group
+        started = _Started(fresh)
+        task = asyncio.get_running_loop().create_task(self._run(group, started))
+        self._tasks[task] = started
         task.add_done_callback(self._results.put_nowait)
 
     async def next_outcome(self) -> Outcome:
-        """The next group to finish; an aborted one as it was started, without siblings that a function made of it.
+        """The next group to finish; an aborted one as it can be put back.
 
         Raises: what its task raised, if that is no matter of one sample.
         """
@@ -94,23 +117,30 @@ class GroupRunner:
                 task = await asyncio.wait_for(self._results.get(), _QUIET_S)
                 break
             except TimeoutError:
+                waiting = len(self._requests.ids)
                 logger.warning(
                     "%s: no group finished for %g s; %d wait for the engines, %d are in custom functions, rewards or "
                     "the queue",
                     self._name,
                     _QUIET_S,
-                    len(self._in_flight),
-                    len(self._tasks) - len(self._in_flight),
+                    waiting,
+                    len(self._tasks) - waiting,
                 )
-        pristine = self._tasks.pop(task)
+        started = self._tasks.pop(task)
         outcome = task.result()
-        return Outcome(pristine, is_aborted=True) if outcome.is_aborted else outcome
+        return Outcome(self._to_put_back(started), is_aborted=True) if outcome.is_aborted else outcome
 
     async def stop(self) -> list[Group]:
-        """End everything under way. Returns: the groups without a handed-out outcome, pending again, by group_id."""
-        requests = set(self._in_flight.values())
+        """End everything under way. Returns: the groups without a handed-out outcome, to be put back, by group_id.
+
+        They are pending again, or with --partial-rollout have the tokens they got so far.
+        """
+        self._requests.is_stopping = True
+        spared = self._requests.owners - (set() if self._keeps_partial else self._in_functions)
+        if self._keeps_partial:
+            spared |= self._in_functions  # their next request is answered as aborted, and then they return
         for task in self._tasks:
-            if task not in requests:
+            if task not in spared:
                 task.cancel()  # waiting for a slot, in the user's function, or being scored
         pending = {task for task in self._tasks if not task.done()}
         for _ in range(_SWEEPS):
@@ -118,7 +148,7 @@ class GroupRunner:
                 break
             # A request may reach its engine after the abort that was meant for it, so aborting is repeated.
             try:
-                await self._engines.abort(list(self._in_flight))
+                await self._engines.abort(self._requests.ids)
             except EngineError as error:
                 logger.warning("aborting the surplus requests failed, their connections are closed instead: %s", error)
                 break
@@ -127,7 +157,7 @@ class GroupRunner:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
-        groups = [pending_again(group) for group in self._tasks.values()]
+        groups = [self._to_put_back(started) for started in self._tasks.values()]
         self._tasks.clear()
         return sorted(groups, key=lambda group: group.group_id)
 
@@ -138,55 +168,116 @@ class GroupRunner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
 
-    async def _run(self, group: Group) -> Outcome:
+    def _to_put_back(self, started: _Started) -> Group:
+        if not self._keeps_partial:
+            return pending_again(started.fresh)
+        group = started.generated or started.fresh
+        wholly_old = self._masks_old and not any(is_unfinished(sample) for sample in group.samples)
+        if wholly_old or any(sample.status is SampleStatus.FAILED for sample in group.samples):
+            return pending_again(_one_sample_each(started.fresh))  # nothing of it could be learnt from
+        for sample in group.samples:
+            if sample.status is SampleStatus.ABORTED and not sample.response_length:
+                sample.status = SampleStatus.PENDING
+        return group
+
+    def _runs_users_code(self, group: Group) -> bool:
+        return (
+            self._functions.of(group.samples[0]) is not None
+            or bool(self._sample_hooks)
+            or self._context.config.reward.custom_rm_path is not None
+        )
+
+    async def _run(self, group: Group, started: _Started) -> Outcome:
         try:
-            finished = await self._generate(group)
+            outcome = await self._generate(group)
         except (ConfigError, DataError):
             raise  # wrong for every group alike
-        except Exception as error:
-            # Engines fail one request at a time, and a generate function may raise anything: it costs this group.
+        except Exception as error:  # engines fail one request at a time: it costs this group
             for sample in group.samples:
-                sample.status = SampleStatus.FAILED
-                metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-                sample.metadata = {**metadata, "error": f"generate: {raised(error)}"}
+                mark_failed(sample, error)
             return Outcome(group, error, "generate")
-        if any(sample.status is SampleStatus.ABORTED for sample in finished.samples):
+        finished = outcome.group
+        if outcome.error is not None:
+            return outcome
+        if self._keeps_partial:
+            started.generated = copy.deepcopy(finished) if self._runs_users_code(finished) else finished
+        if any(is_unfinished(sample) for sample in finished.samples):
             return Outcome(finished, is_aborted=True)
+        try:
+            finished = Group(finished.group_id, [self._hooked(sample) for sample in finished.samples])
+        except Exception as error:  # the user's code
+            for sample in finished.samples:
+                mark_failed(sample, error)
+            return Outcome(finished, error, "sample_hook")
         await score_samples(self._context, finished.samples)
         for sample in finished.samples:
             if sample.status is SampleStatus.FAILED:
                 return Outcome(finished, RewardError(str(sample.metadata.get("error", "no reason given"))), "reward")
         return Outcome(finished)
 
-    async def _generate(self, group: Group) -> Group:
-        sampling = fit_context(self._sampling, len(group.samples[0].tokens), self._max_context_len)
+    def _hooked(self, sample: Sample) -> Sample:
+        """The sample after --rollout-sample-hook-path."""
+        for hook in self._sample_hooks:
+            sample = _checked(hook, hook(self._context, sample, **self._told()), sample)
+        return sample
+
+    def _told(self) -> dict[str, object]:
+        return {"rollout_id": self._rollout_id, "evaluation": self._evaluation}
+
+    async def _generate(self, group: Group) -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
         seed = self._seed_of(group)
-        if self._hook is not None:
-            samples = await generate_by_hook(
-                self._hook,
-                self._context,
-                group,
-                lambda i: _with_seed(sampling, seed, i),
-                self._slots,
-                self._max_context_len,
-            )
-            return Group(group.group_id, samples)
-        request_id = f"{self._name}-{group.group_id}"
-        async with self._slots:
-            task = asyncio.current_task()
-            assert task is not None
-            self._in_flight[request_id] = task
+        if (function := self._functions.of(group.samples[0])) is not None:
+            self._in_functions.add(task)
             try:
-                await generate_group(
-                    self._engines,
+                generated = await generate_by_function(
+                    function,
+                    self._context,
                     group,
-                    _with_seed(sampling, seed, None),
-                    request_id=request_id,
-                    tokenizer=self._context.tokenizer,
+                    lambda index, sample: fit_context(
+                        _with_seed(self._sampling, seed, index), len(sample.tokens), self._max_context_len
+                    ),
+                    evaluation=self._evaluation,
+                    slots=self._slots,
+                    requests=self._requests,
+                    max_context_len=self._max_context_len,
                 )
             finally:
-                del self._in_flight[request_id]
-        return group
+                self._in_functions.discard(task)
+            error = generated.error
+            return Outcome(generated.group, error, "generate_timeout" if isinstance(error, HookTimeout) else "generate")
+        async with self._slots:
+            await generate_group(
+                TrackedEngines(self._engines, self._requests, task),
+                group,
+                lambda index: _with_seed(self._sampling, seed, index),
+                request_id=f"{self._name}-{group.group_id}",
+                tokenizer=self._context.tokenizer,
+                max_context_len=self._max_context_len,
+            )
+        return Outcome(group)
+
+
+def _checked(hook: UserFunction, result: object, sample: Sample) -> Sample:
+    """What a sample hook returned: another sample in place of this one, or None for the same."""
+    if result is None:
+        result = sample
+    if not isinstance(result, Sample):
+        raise hook.refuse(result, "a Sample or None")
+    if is_unfinished(result) or not isinstance(result.status, SampleStatus) or not isinstance(result.metadata, dict):
+        raise hook.broken(
+            f"gave sample {sample.sample_id} the status {result.status!r} and metadata of type "
+            f"{type(result.metadata).__name__}; a finished sample with a dict is expected"
+        )
+    result.group_id, result.trajectory_id = sample.group_id, sample.trajectory_id
+    return result
+
+
+def _one_sample_each(group: Group) -> Group:
+    """A group with the first sample of each trajectory: a function may have made siblings in an earlier rollout."""
+    firsts = {sample.trajectory_id: sample for sample in reversed(group.samples)}
+    return Group(group.group_id, [firsts[key] for key in dict.fromkeys(s.trajectory_id for s in group.samples)])
 
 
 def _with_seed(sampling: SamplingParams, seed: int | None, index: int | None) -> SamplingParams:
@@ -194,10 +285,3 @@ def _with_seed(sampling: SamplingParams, seed: int | None, index: int | None) ->
     if seed is None:
         return sampling
     return replace(sampling, seed=seed if index is None else request_seed(seed, index))
-
-
-def _generate_hook(path: str | None) -> GenerateFunction | None:
-    if path is None:
-        return None
-    hook: GenerateFunction = load_hook(path, ("config", "sample", "sampling_params"), is_async=True)
-    return hook

@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Any
 
+from vime.config import hook_table
+from vime.config.hooks import UserFunction
 from vime.protocols import DataSource, RolloutContext
-from vime.types import RolloutResult
+from vime.types import Group, Metrics, RolloutResult
+
+_TRAIN, _EVAL = "rollout.rollout_function_path", "rollout.eval_function_path"
+_LOG, _EVAL_LOG = "rollout.custom_rollout_log_function_path", "rollout.custom_eval_rollout_log_function_path"
 
 
 class RolloutStage:
-    """Calls the user's rollout function for training and for evaluation.
+    """Calls the run's rollout function for training and for evaluation, and then the user's log functions.
 
     Args:
         context: what hooks get as `config`.
         source: the training prompts.
         eval_source: the held-out sets, as the evaluation's rollout function expects them.
-        generate_function, eval_function: `(context, rollout_id, data_source, engines, evaluation=False)`.
+    Raises: ConfigError if one of the functions cannot be used.
     """
 
-    def __init__(
-        self,
-        context: RolloutContext,
-        source: DataSource,
-        eval_source: Any,
-        generate_function: Callable[..., RolloutResult],
-        eval_function: Callable[..., RolloutResult],
-    ) -> None:
+    def __init__(self, context: RolloutContext, source: DataSource, eval_source: Any) -> None:
         self._context, self._source, self._eval_source = context, source, eval_source
-        self._generate, self._evaluate = generate_function, eval_function
+        train = hook_table.load(context.config, _TRAIN)
+        assert train is not None, "it has a default"
+        self._generate = train
+        self._evaluate = hook_table.load(context.config, _EVAL) or train
+        self._log = hook_table.load(context.config, _LOG)
+        self._log_eval = hook_table.load(context.config, _EVAL_LOG)
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        """The groups to train on."""
-        return self._generate(self._context, rollout_id, self._source, self._context.engines)
+        """The groups to train on. Raises: HookError for a rollout function that returns something else."""
+        start = time.perf_counter()
+        result = self._call(self._generate, rollout_id, self._source, evaluation=False)
+        if self._log is not None:
+            seconds = time.perf_counter() - start
+            skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
+            result.metrics = _after_log(self._log, skip, result.metrics)
+        return result
 
     def evaluate(self, rollout_id: int) -> RolloutResult:
-        """Samples and metrics of the held-out sets."""
-        engines = self._context.engines
-        return self._evaluate(self._context, rollout_id, self._eval_source, engines, evaluation=True)
+        """Samples and metrics of the held-out sets. Raises: HookError as above."""
+        result = self._call(self._evaluate, rollout_id, self._eval_source, evaluation=True)
+        if self._log_eval is not None:
+            skip = self._log_eval(self._context, rollout_id, result.groups, result.metrics)
+            result.metrics = _after_log(self._log_eval, skip, result.metrics)
+        return result
+
+    def _call(self, function: UserFunction, rollout_id: int, source: Any, *, evaluation: bool) -> RolloutResult:
+        result = function(self._context, rollout_id, source, self._context.engines, evaluation=evaluation)
+        if not isinstance(result, RolloutResult):
+            raise function.refuse(result, "a RolloutResult(groups, metrics)")
+        if not isinstance(result.groups, list) or not all(isinstance(group, Group) for group in result.groups):
+            raise function.refuse(result.groups, "a list of Group as RolloutResult.groups")
+        _check_metrics(function, result.metrics)
+        return result
+
+
+def _after_log(function: UserFunction, skip: Any, metrics: Metrics) -> Metrics:
+    """The metrics that are logged: all, or the user's own alone."""
+    if skip is not None and not isinstance(skip, bool):
+        raise function.refuse(skip, "a bool or None")
+    _check_metrics(function, metrics)
+    return {name: value for name, value in metrics.items() if name.startswith("custom/")} if skip else metrics
+
+
+def _check_metrics(function: UserFunction, metrics: Any) -> None:
+    if not isinstance(metrics, dict):
+        raise function.refuse(metrics, "a dict of numbers as metrics")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
+            raise function.broken(f"set the metric {name!r} to {str(value)[:200]!r}; a number is expected")

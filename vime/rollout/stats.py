@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vime.rewards.grade import VERDICTS
 from vime.rewards.score import VERDICT_KEY, scalar_reward
 from vime.rollout.filters import reward_name
-from vime.types import Metrics, Sample, SampleStatus
+from vime.types import Group, Metrics, Sample, SampleStatus
 
 # Verdicts worth a metric of their own: the others are the reward itself.
 _REPORTED_VERDICTS = tuple(v for v in VERDICTS if v not in ("correct", "wrong"))
@@ -28,6 +28,7 @@ class RolloutStats:
         self._statuses: Counter[SampleStatus] = Counter()
         self._verdicts: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
+        self._begun: dict[int, int] = {}  # tokens that a group brought from earlier rollouts
 
     def add(self, samples: Sequence[Sample]) -> None:
         """One finished group's samples."""
@@ -44,6 +45,21 @@ class RolloutStats:
         self._rewards += rewards
         if max(rewards) == min(rewards):
             self._counts[f"rollout/zero_std/count_{reward_name(rewards[0])}"] += 1
+
+    def start(self, group: Group) -> None:
+        """A group begins; with tokens, it is gone on with."""
+        self._begun[group.group_id] = sum(sample.response_length for sample in group.samples)
+        self._counts["rollout/num_continued_groups"] += self._begun[group.group_id] > 0
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        """The groups that are trained on."""
+        self._counts["rollout/num_offpolicy_tokens"] += sum(self._begun.get(group.group_id, 0) for group in groups)
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """The surplus at the end."""
+        tokens = sum(sample.response_length for group in groups for sample in group.samples)
+        self._counts["rollout/num_put_back"] += len(groups)
+        self._counts["rollout/num_put_back_tokens"] += tokens
 
     def count(self, name: str, by: int = 1) -> None:
         """Raise the metric `name` by a number; a metric never counted is 0 only if it was counted by 0."""

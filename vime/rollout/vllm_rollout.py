@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 
-from vime.config.hooks import load_hook, raised
-from vime.data.buffer import pending_again
+from vime.config import hook_table
+from vime.config.hooks import raised
 from vime.errors import EngineError, VimeError
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rewards.score import scalar_reward
@@ -45,7 +44,9 @@ def generate_rollout(
     are missing) while fewer than --rollout-batch-size are kept or under way; each is one request for all its samples,
     or one call of --custom-generate-function-path per sample. Finished samples are scored, then the dynamic sampling
     filter looks at the group. When enough are kept the rest is aborted and put back into the source as it was handed
-    out: pending, its partial or finished responses discarded. Groups that failed or were dropped are replaced.
+    out: pending, its partial or finished responses discarded; with --partial-rollout it keeps them, and the rollout
+    that gets the group again goes on from there. Groups that failed or were dropped are replaced. In the end
+    --rollout-sample-filter-path sees the groups kept, --rollout-all-samples-process-path all that ended.
 
     Evaluation: `data_source` maps each set's name to its prompts and settings (`vime.rollout.eval_data.HeldOutSet`).
 
@@ -83,6 +84,7 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         name=f"rollout-{rollout_id}",
         max_context_len=config.rollout.rollout_max_context_len,
         generate_path=config.rollout.custom_generate_function_path,
+        rollout_id=rollout_id,
     )
     kept = _Kept(context, target)
     try:
@@ -90,6 +92,7 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
             missing = target - len(kept.groups) - runner.num_outstanding
             if missing > 0:
                 for group in source.get_groups(config.rollout.over_sampling_batch_size or missing):
+                    kept.stats.start(group)
                     runner.start(group)
             outcome = await runner.next_outcome()
             if outcome.is_aborted:
@@ -101,8 +104,8 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         await runner.cancel()
         raise
     source.put_back(surplus)
-    kept.stats.count("rollout/num_put_back", len(surplus))
-    return kept.result()
+    kept.stats.put_back(surplus)
+    return kept.result(source)
 
 
 class _Kept:
@@ -112,7 +115,8 @@ class _Kept:
         self._context = context
         self._target = target
         self._reward_key = context.config.reward.reward_key
-        self._filter = _load_filter(context.config.rollout.dynamic_sampling_filter_path)
+        self._filter = hook_table.load(context.config, "rollout.dynamic_sampling_filter_path")
+        self._ended: list[Group] = []
         self._first_failure: Outcome | None = None
         self._num_failed = self._num_dropped = self._num_aborted = 0
         self.groups: list[Group] = []
@@ -123,6 +127,7 @@ class _Kept:
     def add(self, outcome: Outcome) -> None:
         """Keep, drop or write off a finished group."""
         self.stats.add(outcome.group.samples)
+        self._ended.append(outcome.group)
         if outcome.error is not None:
             self._write_off(outcome)
             return
@@ -149,19 +154,11 @@ class _Kept:
     def _judge(self, group: Group) -> FilterOutput:
         if self._filter is None:
             return FilterOutput(True)
-        path = self._context.config.rollout.dynamic_sampling_filter_path
-        try:
-            verdict = self._filter(self._context, list(group.samples))
-        except VimeError:
-            raise
-        except Exception as error:  # the user's code
-            raise VimeError(f"--dynamic-sampling-filter-path {path} raised {raised(error)}") from error
+        verdict = self._filter(self._context, list(group.samples))
         if isinstance(verdict, (bool, np.bool_)):
             return FilterOutput(bool(verdict))
         if not isinstance(verdict, FilterOutput):
-            raise VimeError(
-                f"--dynamic-sampling-filter-path {path} returned {str(verdict)[:200]}; return a bool or a FilterOutput"
-            )
+            raise self._filter.refuse(verdict, "a bool or a FilterOutput")
         return verdict
 
     def retry(self, outcome: Outcome) -> Group:
@@ -170,11 +167,14 @@ class _Kept:
         self.stats.count("rollout/num_aborted_groups")
         if self._num_aborted > _MAX_ABORTED_FACTOR * self._target:
             raise EngineError(f"the engines aborted {self._num_aborted} groups that nobody asked them to abort")
-        return pending_again(outcome.group)
+        return outcome.group
 
-    def result(self) -> RolloutResult:
+    def result(self, source: DataSource) -> RolloutResult:
         """The kept groups by group_id, and the metrics."""
         groups = sorted(self.groups, key=lambda group: group.group_id)
+        _let_filter_samples(self._context, groups)
+        _let_see_all(self._context, self._ended, source)
+        self.stats.keep(groups)
         metrics = self.stats.metrics()
         rewards = [scalar_reward(sample.reward, self._reward_key) for group in groups for sample in group.samples]
         metrics["rollout/raw_reward"] = sum(rewards) / len(rewards)
@@ -197,10 +197,23 @@ class _Kept:
             ) from error
 
 
-def _load_filter(path: str | None) -> Callable[..., Any] | None:
-    if path is None:
-        return None
-    hook = load_hook(path, ("config", "samples"))
-    if inspect.iscoroutinefunction(hook):
-        raise VimeError(f"--dynamic-sampling-filter-path {path} is an `async def`; a filter is a plain function")
-    return hook
+def _let_filter_samples(context: RolloutContext, groups: list[Group]) -> None:
+    """--rollout-sample-filter-path: marks samples by `remove_sample`; groups and samples stay."""
+    function = hook_table.load(context.config, "rollout.rollout_sample_filter_path")
+    if function is None:
+        return
+    result = function(context, groups)
+    if result is not None:
+        raise function.refuse(result, "None (it marks samples by remove_sample)")
+    for sample in (sample for group in groups for sample in group.samples):
+        if not isinstance(sample.remove_sample, bool | np.bool_):
+            raise function.broken(
+                f"set remove_sample of sample {sample.sample_id} to {sample.remove_sample!r}; a bool is expected"
+            )
+
+
+def _let_see_all(context: RolloutContext, groups: list[Group], source: DataSource) -> None:
+    """--rollout-all-samples-process-path: sees every group that ended, by group_id, and the data source."""
+    function = hook_table.load(context.config, "rollout.rollout_all_samples_process_path")
+    if function is not None:
+        function(context, sorted(groups, key=lambda group: group.group_id), source)

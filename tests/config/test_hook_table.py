@@ -1,0 +1,57 @@
+"""The table of hooks: every setting that takes a dotted path is in it, and each row is checked at start."""
+
+from pathlib import Path
+
+import pytest
+
+from vime.cli.vime_flags import vime_flags
+from vime.config import Config, RewardConfig, RolloutConfig
+from vime.config.hook_table import HOOKS, load, load_all, problems
+from vime.errors import ConfigError
+
+MODULE = """
+def plain(config, *rest, **named): return None
+async def awaited(config, *rest, **named): return None
+def too_few(): return None
+class Thing: pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"table_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_every_path_of_a_function_is_in_the_table() -> None:
+    paths = {flag.key for flag in vime_flags().values() if flag.name.endswith("-path")}
+    assert paths == {row.key for row in HOOKS}
+
+
+@pytest.mark.parametrize("row", HOOKS, ids=lambda row: row.flag)
+def test_each_is_checked_at_start(row, module: str) -> None:
+    def config(name: str) -> Config:
+        section, field = row.key.split(".")
+        value = f"{module}.{name}"
+        is_list = isinstance(getattr(getattr(Config(), section), field), list)
+        sections = {f: type(getattr(Config(), f)) for f in (section,)}
+        return Config(**{section: sections[section](**{field: [value] if is_list else value})})
+
+    right, wrong = ("awaited", "plain") if row.kind == "async" else ("plain", "awaited")
+    assert not list(problems(config(right)))
+    assert load(config(right), row.key) is not None
+    for name, words in ((wrong, "async"), ("too_few", "but is called with"), ("nothing", "has no nothing")):
+        (problem,) = problems(config(name))
+        assert problem.startswith(row.flag) and words in problem
+        with pytest.raises(ConfigError, match=words):
+            load_all(config(name), row.key)
+
+
+def test_a_group_reward_is_checked_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grouped_reward.py").write_text("async def one(config, sample): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = RewardConfig(custom_rm_path="grouped_reward.two", group_rm=True)
+    (problem,) = problems(Config(reward=reward, rollout=RolloutConfig()))
+    assert "has no two" in problem
