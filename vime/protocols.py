@@ -172,7 +172,7 @@ class BucketReader(Protocol):
 
 
 class DataSource(Protocol):
-    """The data buffer as the rollout sees it."""
+    """The data buffer as the rollout sees it. Derive from it to inherit the two methods that do nothing."""
 
     def get_groups(self, n: int) -> list[Group]:
         """n groups of pending samples with their prompt tokens; those put back come first."""
@@ -183,10 +183,19 @@ class DataSource(Protocol):
     def state(self) -> dict[str, Any]:
         """JSON-ready; what `restore` needs to continue exactly here."""
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises: DataError if it belongs to other data."""
 
     def epoch_size(self) -> int | None:
         """Prompts in one epoch; None for a stream (which Python's `len` could not say)."""
+
+    def begin_rollout(self, config: RolloutContext, rollout_id: int) -> None:
+        """Called before the rollout function, each time."""
+        return None
+
+    def metrics(self) -> Metrics:
+        """What to log after each rollout: names that docs/metrics.md has, or `custom/<name>`."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

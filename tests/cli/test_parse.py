@@ -214,7 +214,7 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path: Path) -> Non
         ("rollout-batch-size: true", ": rollout-batch-size is True, but needs a whole number"),
         ("rollout-batch-size: 1.5", ": rollout-batch-size is '1.5', but needs a whole number"),
         ("rollout-batch-size: null", ": rollout-batch-size is null, but needs a whole number"),
-        ("rollout-stop: a", ": rollout-stop is 'a', but needs a list of text"),
+        ("rollout-stop: {a: b}", ": rollout-stop is {'a': 'b'}, but needs a list of text"),
         ("colocate: 1", ": colocate is 1, but needs true or false"),
         ("seed: [1]", ": seed is [1], but needs a whole number"),
         ("load: 2024-01-01", ": load is 2024-01-01, which YAML reads as a date; put it in quotes"),

@@ -34,7 +34,7 @@ def right(tmp_path: Path) -> Config:
     prompts.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
     return Config(
         checkpoint=CheckpointConfig(hf_checkpoint="model"),
-        data=DataConfig(prompt_data=str(prompts), label_key="label"),
+        data=DataConfig(prompt_data=[str(prompts)], label_key="label"),
         rollout=RolloutConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=8),
         reward=RewardConfig(rm_type="exact_match"),
         megatron={"lr": 1e-6},
@@ -75,7 +75,7 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
     ("change", "sentence"),
     [
         ({"checkpoint__hf_checkpoint": ""}, "--hf-checkpoint is required"),
-        ({"data__prompt_data": None}, "--prompt-data is required"),
+        ({"data__prompt_data": []}, "--prompt-data is required"),
         ({"rollout__rollout_batch_size": 0}, "--rollout-batch-size is required"),
         ({"rollout__num_rollout": None}, "--num-rollout is required"),
         ({"megatron": {}}, "--lr is required"),
@@ -146,7 +146,14 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"checkpoint__save_hf": "a/{step}"}, "--save-hf a/{step}: only {rollout_id} is replaced"),
         ({"data__input_key": "question"}, "has no key 'question', only 'input', 'label'"),
         ({"data__label_key": "answer"}, "has no key 'answer'"),
-        ({"data__prompt_data": "/no/such.jsonl"}, "--prompt-data /no/such.jsonl cannot be read: No such file"),
+        ({"data__prompt_data": ["/no/such.jsonl"]}, "--prompt-data /no/such.jsonl cannot be read: No such file"),
+        ({"data__input_key": "label"}, "--input-key and --label-key are both 'label'"),
+        (
+            {"data__prompt_data_weights": [0.5, 0.5]},
+            "--prompt-data-weights gives 2 weights for 1 words of --prompt-data",
+        ),
+        ({"data__prompt_data_weights": [0.0]}, "--prompt-data-weights holds 0.0, but must be above 0"),
+        ({"data__buffer_filter_path": "no_such_module.f"}, "--buffer-filter-path 'no_such_module.f': importing"),
         ({"eval__eval_prompt_data": ["a"]}, "--eval-prompt-data takes pairs of NAME PATH, but got 1 words: a"),
         ({"eval__eval_prompt_data": ["a", "/x"]}, "held-out set a: /x cannot be read"),
         (
@@ -188,20 +195,21 @@ def test_what_is_allowed_passes(right: Config, change: dict[str, Any]) -> None:
 def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: Path) -> None:
     for content, words in (
         ('{"input": "a", "label": "b"}\n{oops\n', "line 2: not JSON"),
-        ("[1]\n", "line 1: holds a list, not an object"),
-        ("[" * 100_000 + "\n", "line 1: not JSON (maximum recursion depth"),
+        ('{"input": "a", "label": "b"}\n[1]\n', "line 2: holds a list, not an object"),
+        ("[1]\n", "begins with a JSON array, but one object a line"),
+        ('{"a": ' + "[" * 100_000 + "\n", "line 1: not JSON (maximum recursion depth"),
         ("\n\n", "is empty"),
     ):
         path = tmp_path / "bad.jsonl"
         path.write_text(content)
-        found = problems(changed(right, data__prompt_data=str(path)))
+        found = problems(changed(right, data__prompt_data=[str(path)]))
         assert len(found) == 1 and words in found[0] and str(path) in found[0]
 
 
 def test_a_byte_order_mark_before_the_prompts_is_fine(right: Config, tmp_path: Path) -> None:
     path = tmp_path / "bom.jsonl"
     path.write_text('{"input": "a", "label": "b"}\n', encoding="utf-8-sig")
-    assert problems(changed(right, data__prompt_data=str(path))) == []
+    assert problems(changed(right, data__prompt_data=[str(path)])) == []
 
 
 def test_the_model_that_training_starts_from_is_not_overwritten(right: Config, tmp_path: Path) -> None:
@@ -216,8 +224,7 @@ def test_the_model_that_training_starts_from_is_not_overwritten(right: Config, t
 
 
 def test_names_of_held_out_sets_become_names_of_metrics(right: Config) -> None:
-    assert right.data.prompt_data is not None
-    (found,) = problems(changed(right, eval__eval_prompt_data=["a/b", right.data.prompt_data]))
+    (found,) = problems(changed(right, eval__eval_prompt_data=["a/b", *right.data.prompt_data]))
     assert "the name 'a/b' of a held-out set is empty or holds a slash" in found
 
 

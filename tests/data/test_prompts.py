@@ -10,7 +10,8 @@ import pytest
 
 from tests.fakes import char_tokenizer
 from vime.config import Config, DataConfig, RolloutConfig
-from vime.data.prompts import load_prompts, read_prompts
+from vime.data.prompts import check_prompts, check_rows, read_prompts, tokenise_prompts
+from vime.data.records import RowKeys
 from vime.errors import DataError
 
 
@@ -70,7 +71,11 @@ def test_chat_messages_and_strings_are_rendered_with_tools_and_arguments(tmp_pat
         ({"input": "x", "a": 1, "tools": {"b": 1}}, "'tools' is an object"),
         ('{"input": "x", "a": NaN}', "NaN is not JSON"),
         ('{"input": "\\ud800", "a": 1}', "surrogate"),
-        ("[" * 100000, "nested too deeply"),
+        ('{"a": ' + "[" * 100000, "nested too deeply"),
+        ({"input": "x", "a": None}, "'a' is null"),
+        ('{"input": "x", "input": "y", "a": 1}', "the key 'input' is given twice"),
+        ({"input": "x", "a": 1, "metadata": "{"}, "'metadata' is a string that is no JSON"),
+        ("{", "each line holds one whole object"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path, tokenizer: Any, line: Any, problem: str) -> None:
@@ -99,6 +104,28 @@ def test_text_that_is_not_utf8_is_a_bad_line(tmp_path: Path, tokenizer: Any) -> 
         read_prompts(path, tokenizer)
 
 
+def test_a_json_array_is_told_from_lines(tmp_path: Path, tokenizer: Any) -> None:
+    for text in ('[{"input": "a"}]', '[\n  {"input": "a"}\n]\n'):
+        path = write(tmp_path / "p.json", text)
+        with pytest.raises(DataError, match=r"p\.json begins with a JSON array, but one object a line .* jq -c"):
+            read_prompts(path, tokenizer)
+
+
+def test_messages_written_as_text_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "p.jsonl", {"input": "[1, 2]"}, {"input": json.dumps([{"role": "user", "content": "x"}])})
+    with pytest.raises(DataError, match=r"1 of 2 lines[\s\S]*line 2: 'input' is a string that holds messages as JSON"):
+        read_prompts(path, tokenizer, apply_chat_template=True)
+
+
+def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "p.jsonl", {"input": "abc"}, {"input": "def"})
+    prompts = read_prompts(path, tokenizer)
+    write(path, {"input": "abc"}, {"input": "xyz"})
+    assert prompts[0].prompt == "abc"
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: the file was changed while the run reads from it"):
+        prompts[1]
+
+
 def test_a_template_that_refuses_a_conversation_is_a_bad_line(tmp_path: Path, tokenizer: Any) -> None:
     strict = char_tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -113,15 +140,22 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Any, ca
     assert [p.prompt for p in prompts] == ["1234", "1"]
     assert prompts.num_dropped == 1
     assert "1 of 3 prompts" in caplog.text
-    with pytest.raises(DataError, match=r"all 3 prompts are longer .* the shortest has 1"):
+    with pytest.raises(DataError, match=r"none of its 3 prompts can be used: 3 are longer .* the shortest has 1"):
         read_prompts(path, tokenizer, max_prompt_len=0)
 
 
-def test_prompts_that_fill_the_context_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "p.jsonl", {"input": "123"}, {"input": "1234"})
-    with pytest.raises(DataError, match=r"1 of 2 prompts leave no room[\s\S]*line 2: 4 tokens"):
-        read_prompts(path, tokenizer, max_context_len=4)
-    assert len(read_prompts(path, tokenizer, max_context_len=4, max_prompt_len=3)) == 1
+def test_prompts_that_fill_the_context_are_dropped_and_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "p.jsonl", {"input": "12345"}, {"input": "123"}, {"input": "1234"}, {"input": "12"})
+    prompts = read_prompts(path, tokenizer, max_context_len=4)
+    assert [p.prompt for p in prompts] == ["123", "12"]
+    assert [tokenizer.decode(p.tokens) for p in prompts] == ["123", "12"]
+    assert (
+        "2 of 4 prompts are left out: 2 are without room for a response in --rollout-max-context-len 4" in caplog.text
+    )
+    both = read_prompts(path, tokenizer, max_context_len=4, max_prompt_len=2)
+    assert (both.num_too_long, both.num_over_context, both.num_dropped) == (3, 0, 3)
 
 
 def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -133,20 +167,86 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: Any) -> 
 
 def test_the_fingerprint_follows_content_and_reading(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "p.jsonl", {"input": "12", "b": "21"}, {"input": "3", "b": "4"})
-    first = read_prompts(path, tokenizer).fingerprint()
-    assert first == read_prompts(path, tokenizer).fingerprint()
-    assert first != read_prompts(path, tokenizer, input_key="b").fingerprint()
-    assert first != read_prompts(path, tokenizer, max_prompt_len=1).fingerprint()
+    first = read_prompts(path, tokenizer).fingerprints()
+    assert first == read_prompts(path, tokenizer).fingerprints()
+    assert first != read_prompts(path, tokenizer, input_key="b").fingerprints()
+    assert first != read_prompts(path, tokenizer, max_prompt_len=1).fingerprints()
     write(path, {"input": "12", "b": "22"}, {"input": "3", "b": "4"})
-    assert first != read_prompts(path, tokenizer).fingerprint()
+    assert first != read_prompts(path, tokenizer).fingerprints()
 
 
-def test_load_prompts_reads_what_the_configuration_says(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_configuration_says_what_is_read(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "p.jsonl", {"q": "1234", "a": 1}, {"q": "1", "a": 2})
     config = Config(
-        data=DataConfig(prompt_data=str(path), input_key="q", label_key="a", rollout_max_prompt_len=3),
+        data=DataConfig(prompt_data=[str(path)], input_key="q", label_key="a", rollout_max_prompt_len=3),
         rollout=RolloutConfig(rollout_max_context_len=4),
     )
-    assert [(p.prompt, p.label) for p in load_prompts(config, tokenizer)] == [("1", 2)]
+    prompts = tokenise_prompts(config, check_prompts(config, None), tokenizer)
+    assert [(p.prompt, p.label) for p in prompts] == [("1", 2)]
     with pytest.raises(DataError, match="no --prompt-data"):
-        load_prompts(Config(), tokenizer)
+        check_prompts(Config(), None)
+
+
+def test_several_words_are_read_in_order_and_named_when_bad(tmp_path: Path, tokenizer: Any) -> None:
+    a = write(tmp_path / "a.jsonl", {"input": "1"}, {"input": "22"}, {"input": "333"})
+    b = write(tmp_path / "b.jsonl", {"input": "4"})
+    words = [f"{a}@[1:]", str(b), f"{a}@[:-2]"]
+    prompts = check_rows(words, RowKeys()).tokenise(tokenizer)
+    assert [p.prompt for p in prompts] == ["22", "333", "4", "1"]
+    assert prompts.part_sizes == (2, 1, 1)
+    write(a, {"input": "1"}, "{", {"input": 3})
+    write(b, "{}")
+    with pytest.raises(DataError) as caught:
+        check_rows([str(a), str(b)], RowKeys())
+    text = str(caught.value)
+    assert f"{a}: 2 of 3 lines cannot be used\n  line 2: not JSON" in text, "every file with its rows"
+    assert f"{b}: 1 of 1 lines cannot be used\n  line 1: no key 'input'" in text
+
+
+def test_a_word_of_which_every_prompt_is_too_long_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    a = write(tmp_path / "a.jsonl", {"input": "1"})
+    b = write(tmp_path / "b.jsonl", {"input": "333"}, {"input": "22"})
+    with pytest.raises(DataError, match=r"b\.jsonl: none of its 2 prompts can be used: 2 are longer"):
+        check_rows([str(a), str(b)], RowKeys()).tokenise(tokenizer, max_prompt_len=1)
+
+
+def test_a_row_has_template_arguments_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
+    own = {"apply_chat_template_kwargs": {"add_generation_prompt": True}}
+    path = write(tmp_path / "p.jsonl", {"input": "a"}, {"input": "a", "metadata": own})
+    prompts = read_prompts(
+        path, tokenizer, apply_chat_template=True, apply_chat_template_kwargs={"add_generation_prompt": False}
+    )
+    assert [tokenizer.decode(p.tokens) for p in prompts] == ["[user]a$\n", "[user]a$\n[assistant]"]
+
+
+async def generate(config: object, sample: object, sampling_params: object) -> object:
+    return sample
+
+
+async def reward(config: object, sample: object) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"rm_type": "maths"}, "metadata.rm_type is 'maths'; the built-in rewards are gsm8k, math"),
+        ({"rm_type": ["math"]}, "metadata.rm_type is ['math']"),
+        ({"apply_chat_template_kwargs": {"a": 1}}, "metadata.apply_chat_template_kwargs needs --apply-chat-template"),
+        ({"apply_chat_template_kwargs": 1}, "metadata.apply_chat_template_kwargs is a number"),
+        ({"custom_rm_path": 1}, "metadata.custom_rm_path is a number; a dotted path is expected"),
+        (
+            {"custom_rm_path": "no_such_module.f"},
+            "metadata.custom_rm_path 'no_such_module.f': importing no_such_module",
+        ),
+        ({"generate_function_path": f"{__name__}.reward"}, "but is called with (config, sample, sampling_params)"),
+    ],
+)
+def test_what_a_row_asks_for_itself_is_checked(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
+    good = {"rm_type": "math", "custom_rm_path": f"{__name__}.reward", "generate_function_path": f"{__name__}.generate"}
+    path = write(tmp_path / "p.jsonl", {"input": "a", "metadata": good}, {"input": "a", "metadata": metadata})
+    with pytest.raises(DataError, match="1 of 2 lines") as caught:
+        check_rows([str(path)], RowKeys(), reward_names=("math", "gsm8k"))
+    assert "line 2: metadata." in str(caught.value)
+    assert problem in str(caught.value)
+    assert len(check_rows([f"{path}@[:1]"], RowKeys(), reward_names=("math", "gsm8k"))) == 1

@@ -140,6 +140,14 @@ def test_set_names_and_pairs_are_checked(tmp_path: Path, tokenizer: Any) -> None
     assert load_eval_sets(make_config(tmp_path, eval_prompt_data=[]), tokenizer) == {}
 
 
+def test_a_held_out_prompt_without_room_for_an_answer_is_refused_not_dropped(tmp_path: Path, tokenizer: Any) -> None:
+    config = make_config(tmp_path, eval_max_context_len=3)
+    assert len(load_eval_sets(config, tokenizer)["small"]) == 4
+    (tmp_path / "small.jsonl").write_text('{"input": "1=", "label": "1"}\n{"input": "10=", "label": "1"}')
+    with pytest.raises(DataError, match=r"held-out set small: 1 prompts of .*small\.jsonl leave no room"):
+        load_eval_sets(config, tokenizer)
+
+
 def test_held_out_keys_may_differ(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"q": "1", "a": "2"}')

@@ -11,6 +11,7 @@ from tests.fakes import FakeEngines, char_tokenizer, seeded_digits
 from tests.rollout.bench import HOOKS, Bench, ids
 from vime.config import Config, RolloutConfig
 from vime.errors import DataError, HookError, VimeError
+from vime.loop.replay import ReplaySource
 from vime.protocols import RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rollout.stage import RolloutStage
@@ -123,7 +124,7 @@ def test_a_rollout_function_of_ones_own_is_called_for_training_and_evaluation(to
 
     def stage(name: str) -> RolloutStage:
         config = Config(rollout=RolloutConfig(rollout_function_path=f"{HOOKS}.{name}"))
-        source: Any = None
+        source = ReplaySource()  # nobody asks it for prompts
         return RolloutStage(RolloutContext(config, engines, tokenizer, reward=None), source, {})  # type: ignore[arg-type]
 
     assert stage("rollout_of_one").generate(0).metrics == {"custom/evaluation": 0.0}

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes import char_tokenizer
 from vime.config import AlgoConfig, Config, DataConfig, RolloutConfig, TrainConfig
 from vime.data.buffer import DataBuffer
-from vime.data.prompts import Prompt
+from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError
 from vime.loop.batch import make_train_batch
 from vime.observability.metrics import check_names

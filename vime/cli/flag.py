@@ -73,6 +73,8 @@ class Flag:
                 raise ValueError(f"is null, but needs {self.expects}")
             return None
         if self.is_list:
+            if isinstance(value, (str, int, float)):
+                value = [value]  # as one word on the command line
             if not isinstance(value, list):
                 raise ValueError(f"is {value!r}, but needs a list of {self.expects}")
             return [self._one(v if isinstance(v, str) else json.dumps(v)) for v in value]

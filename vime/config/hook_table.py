@@ -96,6 +96,14 @@ HOOKS: tuple[Hook, ...] = (
         called="once per sample; with --group-rm once per group with its samples, for a list",
     ),
     Hook(
+        key="data.buffer_filter_path",
+        kind="function",
+        parameters=("config", "rollout_id", "buffer", "n"),
+        returns="list[Group]",
+        called="when groups are asked for while some wait that were put back; what it takes out of `buffer` without "
+        "returning it is discarded",
+    ),
+    Hook(
         key="rollout.dynamic_sampling_filter_path",
         kind="function",
         parameters=("config", "samples"),

@@ -44,7 +44,8 @@ class CheckpointConfig:
 class DataConfig:
     """Prompts."""
 
-    prompt_data: str | None = setting(None, "JSONL file of prompts")
+    prompt_data: list[str] = setting([], "JSONL or Parquet files of prompts, folders of them, or slices path@[a:b]")
+    prompt_data_weights: list[float] = setting([], "mix the prompt data in these shares; default: one after another")
     input_key: str = setting("input", "key of the prompt: a string, or a list of chat messages")
     label_key: str | None = setting(None, "key of the reference answer")
     metadata_key: str = setting("metadata", "key of a JSON object kept with the sample")
@@ -54,6 +55,10 @@ class DataConfig:
     rollout_shuffle: bool = setting(False, "shuffle the prompts anew each epoch, seeded by --rollout-seed")
     rollout_seed: int = setting(42, "seed of the shuffle and of sampling")
     rollout_max_prompt_len: int | None = setting(None, "drop prompts of more tokens than this")
+    buffer_filter_path: str | None = setting(
+        None, "dotted path of (config, rollout_id, buffer, n) -> list of at most n groups put back, to go on with"
+    )
+    buffer_sort_by_staleness: bool = setting(False, "hand out groups put back by the age of their policy, oldest first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from vime.config import Config, RolloutConfig
 from vime.config.modes import generates, replays, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
+from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
-from vime.config.validate_files import check_eval_sets, check_hooks, check_paths, check_prompts
+from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
 
 
@@ -98,8 +99,8 @@ def refuse_what_the_trainer_cannot_do(
 def _required(config: Config) -> Iterator[str]:
     if not config.checkpoint.hf_checkpoint:
         yield "--hf-checkpoint is required: an HF checkpoint folder or a hub name"
-    if config.data.prompt_data is None and not replays(config):
-        yield "--prompt-data is required: a JSONL file of prompts"
+    if not config.data.prompt_data and not replays(config):
+        yield "--prompt-data is required: JSONL or Parquet files of prompts"
     if config.rollout.rollout_batch_size == 0:
         yield "--rollout-batch-size is required: prompts per rollout"
     if config.rollout.num_rollout is None and config.rollout.num_epoch is None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from vime.config import Config, hook_table
-from vime.config.eval_sets import check_settings, eval_sets
-from vime.errors import ConfigError
-
-_LINES_READ = 64  # enough to see a wrong key or format; loading the data reads every line
 
 
 def check_paths(config: Config) -> Iterator[str]:
@@ -47,75 +42,9 @@ def check_paths(config: Config) -> Iterator[str]:
             yield f"{flag} {text}: only {{{next(iter(names))}}} is replaced; other braces are not allowed"
 
 
-def check_prompts(config: Config) -> Iterator[str]:
-    """The training prompts' first lines."""
-    data = config.data
-    if data.prompt_data is not None:
-        yield from _check_jsonl("--prompt-data", data.prompt_data, data.input_key, data.label_key)
-
-
-def check_eval_sets(
-    config: Config, *, reward_names: Sequence[str], max_positions: int | None, vocab_size: float
-) -> Iterator[str]:
-    """The held-out sets: their names, settings, files and functions."""
-    try:
-        sets = eval_sets(config)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    yield from check_settings(sets, reward_names=reward_names, max_positions=max_positions, vocab_size=vocab_size)
-    for held_out in sets:
-        yield from _check_jsonl(f"held-out set {held_out.name}:", held_out.path, held_out.input_key, held_out.label_key)
-        path = held_out.custom_generate_function_path
-        if path is not None and path != config.rollout.custom_generate_function_path:
-            try:
-                hook_table.load_path(config, "rollout.custom_generate_function_path", path)
-            except ConfigError as error:
-                yield from (f"held-out set {held_out.name}: custom_generate_function_path {p}" for p in error.problems)
-
-
 def check_hooks(config: Config) -> Iterator[str]:
     """Every dotted path: importable, callable, with the parameters it will be called with."""
     return hook_table.problems(config)
-
-
-def _check_jsonl(flag: str, path: str, input_key: str, label_key: str | None) -> Iterator[str]:
-    keys = [input_key, *([label_key] if label_key is not None else [])]
-    try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            seen = 0
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                seen += 1
-                if problem := _line_problem(line, keys):
-                    yield f"{flag} {path}, line {number}: {problem}"
-                    return
-                if seen == _LINES_READ:
-                    break
-    except OSError as error:
-        yield f"{flag} {path} cannot be read: {error.strerror or error}"
-        return
-    except UnicodeDecodeError as error:
-        yield f"{flag} {path} is not UTF-8 text ({error.reason}); it must be JSONL"
-        return
-    if not seen:
-        yield f"{flag} {path} is empty"
-
-
-def _line_problem(line: str, keys: Sequence[str]) -> str | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error}); each line holds one object"
-    if not isinstance(record, dict):
-        return f"holds a {type(record).__name__}, not an object"
-    if missing := [key for key in keys if key not in record]:
-        return (
-            f"has no key {', '.join(map(repr, missing))}, only {', '.join(map(repr, record))}; "
-            "see --input-key and --label-key"
-        )
-    return None
 
 
 def _blocking_file(path: Path) -> Path | None:

@@ -7,81 +7,105 @@ import copy
 import hashlib
 import json
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from vime.data.prompts import Prompt, PromptSet
+from vime.config.hooks import UserFunction
+from vime.data.order import PromptOrder
+from vime.data.prompt_set import Prompt, PromptSet
 from vime.errors import DataError
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.protocols import DataSource, RolloutContext
+from vime.types import Group, Metrics, Sample, SampleStatus, VersionSpan
 
-_FORMAT = 1  # of the state; a reader of another one refuses it
+_NONE = Prompt(prompt="", tokens=())  # where the rollout function makes its own prompts
+_FORMAT = 2  # of the state; a reader of another one refuses it
 
 
-class DataBuffer:
+class DataBuffer(DataSource):
     """A `DataSource` over a set of prompts.
 
-    Every prompt is handed out once an epoch, in file order or in a seeded shuffle that is new each epoch. Groups that
-    were put back are handed out before new ones, first in, first out.
+    `vime.data.order.PromptOrder` says which prompt comes when. Groups that were put back are handed out before new
+    ones: first in, first out, unless told otherwise.
 
     Args:
-        prompts: what `load_prompts` gives, or any sequence of `Prompt`.
+        prompts: what `tokenise_prompts` gives, or any sequence of `Prompt`; None: there are none, and the groups
+            handed out hold samples without a prompt, for a rollout function that makes its own.
         n_samples_per_prompt: samples per group.
         shuffle: shuffle anew each epoch.
         seed: of the shuffle, not negative.
+        weights: shares of the parts, in which they are mixed; None: one list.
+        part_sizes: prompts of each part; default: the words of a `PromptSet`, or all in one.
+        buffer_filter: (config, rollout_id, groups, n) -> at most n of the groups put back, to be handed out next.
+        sort_by_staleness: of the groups put back, those whose oldest token is of the oldest policy come first.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, n_samples_per_prompt: int, shuffle: bool, seed: int) -> None:
-        if not len(prompts):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt] | None,
+        *,
+        n_samples_per_prompt: int,
+        shuffle: bool,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        part_sizes: Sequence[int] | None = None,
+        buffer_filter: UserFunction | None = None,
+        sort_by_staleness: bool = False,
+    ) -> None:
+        if prompts is not None and not len(prompts):
             raise DataError("the data buffer needs at least one prompt")
         if n_samples_per_prompt < 1:
             raise ValueError(f"n_samples_per_prompt is {n_samples_per_prompt}; a group has at least one sample")
-        if seed < 0:
-            raise ValueError(f"the shuffle's seed is {seed}; it may not be negative")
         self._prompts = prompts
         self._n_samples = n_samples_per_prompt
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
-        self._offset = 0  # prompts of this epoch already handed out
+        self._settings = {"seed": seed, "shuffle": shuffle, "weights": list(weights) if weights is not None else None}
+        self._order: PromptOrder | None = None
+        if prompts is not None:
+            sizes = part_sizes or (prompts.part_sizes if isinstance(prompts, PromptSet) else [len(prompts)])
+            self._order = PromptOrder(sizes, weights=weights, shuffle=shuffle, seed=seed)
+        self._filter, self._sort = buffer_filter, sort_by_staleness
+        self._context: RolloutContext | None = None
+        self._rollout_id = -1
         self._next_group_id = 0
         self._next_sample_id = 0
-        self._put_back: deque[Group] = deque()
-        self._order = self._epoch_order()
-        self._fingerprint: str | None = None
+        self._num_discarded = 0
+        self._put_back: list[Group] = []
+        self._fingerprints: dict[str, str] | None = None
 
     @property
     def prompts(self) -> Sequence[Prompt]:
         """What it hands out, in file order."""
-        return self._prompts
+        return self._prompts if self._prompts is not None else ()
 
     @property
     def epoch(self) -> int:
         """Epochs fully handed out."""
-        return self._epoch
+        return sum(self._order.drawn) // self._order.epoch_size if self._order is not None else 0
 
     @property
     def num_put_back(self) -> int:
         """Groups waiting to be handed out again."""
         return len(self._put_back)
 
-    def epoch_size(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._prompts)
+    def epoch_size(self) -> int | None:
+        """Prompts in one epoch; None without prompts."""
+        return self._order.epoch_size if self._order is not None else None
+
+    def begin_rollout(self, config: RolloutContext, rollout_id: int) -> None:
+        """What the buffer filter is called with."""
+        self._context, self._rollout_id = config, rollout_id
 
     def get_groups(self, n: int) -> list[Group]:
         """n groups of samples with their prompt tokens; those put back come first, then new ones in epoch order."""
-        groups = [self._put_back.popleft() for _ in range(min(n, len(self._put_back)))]
+        groups = self._again(n)
         while len(groups) < n:
             groups.append(self._new_group())
         return groups
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Hand these out again, before new ones and in this order.
+        """Hand these out again, before new ones and in this order, with whatever responses they have.
 
         Raises: ValueError for a group that this buffer never handed out, or holds already. Nothing is taken then.
         """
@@ -94,20 +118,32 @@ class DataBuffer:
             held.add(group.group_id)
         self._put_back.extend(groups)
 
+    def metrics(self) -> Metrics:
+        """How far it is, and what waits in it."""
+        found: Metrics = {
+            "data/num_buffered_groups": len(self._put_back),
+            "data/num_discarded_groups": self._num_discarded,
+        }
+        if self._order is not None:
+            found["data/epoch"] = sum(self._order.drawn) / self._order.epoch_size
+            found["data/num_prompts"] = self._order.epoch_size
+        if isinstance(self._prompts, PromptSet):
+            found["data/num_dropped_prompts"] = self._prompts.num_dropped
+        return found
+
     def state(self) -> dict[str, Any]:
-        """JSON-ready: the cursor, the counters, and the groups put back with all their tokens.
+        """JSON-ready: the position, the counters, and the groups put back with all their tokens.
 
         Raises: DataError if a hook put something into a sample that JSON cannot hold.
         """
         return {
             "format": _FORMAT,
-            "data": self._data_fingerprint(),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "offset": self._offset,
+            "data": self._data_fingerprints(),
+            **self._settings,
+            "drawn": self._order.drawn if self._order is not None else [],
             "next_group_id": self._next_group_id,
             "next_sample_id": self._next_sample_id,
+            "num_discarded": self._num_discarded,
             "put_back": [
                 {"group_id": g.group_id, "samples": [sample_to_json(s) for s in g.samples]} for g in self._put_back
             ],
@@ -117,66 +153,121 @@ class DataBuffer:
         """Continue exactly where `state` was taken. Raises: DataError if it is of other data, seed or order."""
         if state.get("format") != _FORMAT:
             raise DataError(f"the data buffer's state has format {state.get('format')!r}; this version reads {_FORMAT}")
-        ours: dict[str, tuple[Any, str]] = {
-            "data": (self._data_fingerprint(), "the prompts (--prompt-data, its keys, chat template or limits) differ"),
-            "seed": (self._seed, "--rollout-seed differs"),
-            "shuffle": (self._shuffle, "--rollout-shuffle differs"),
-        }
-        for key, (value, meaning) in ours.items():
-            if state.get(key) != value:
-                raise DataError(
-                    f"the saved data buffer does not belong to this run: {meaning} (saved {state.get(key)!r}, now "
-                    f"{value!r}); resume with the settings it was saved with"
-                )
+        if differing := [*self._other_data(state.get("data")), *self._other_settings(state)]:
+            raise DataError(
+                "the saved data buffer does not belong to this run, so the next prompts would be others: "
+                + "; ".join(differing)
+                + ". Resume with the data and settings it was saved with. To go on with others, start a new run from "
+                "the exported model (--save-hf, then --hf-checkpoint) with another --save"
+            )
         try:
             put_back = [Group(g["group_id"], [sample_from_json(s) for s in g["samples"]]) for g in state["put_back"]]
-            cursor = {key: int(state[key]) for key in ("epoch", "offset", "next_group_id", "next_sample_id")}
+            counters = [int(state[key]) for key in ("next_group_id", "next_sample_id", "num_discarded")]
+            if min(counters) < 0:
+                raise ValueError(f"negative counters {counters}")
+            if self._order is not None:
+                self._order.move_to([int(count) for count in state["drawn"]])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data buffer is damaged: {error!r}") from error
-        if not 0 <= cursor["offset"] < len(self._prompts) or min(cursor.values()) < 0:
-            raise DataError(f"the saved data buffer is damaged: {cursor} with {len(self._prompts)} prompts")
-        self._epoch, self._offset = cursor["epoch"], cursor["offset"]
-        self._next_group_id, self._next_sample_id = cursor["next_group_id"], cursor["next_sample_id"]
-        self._put_back = deque(put_back)
-        self._order = self._epoch_order()
+        self._next_group_id, self._next_sample_id, self._num_discarded = counters
+        self._put_back = put_back
+
+    def _again(self, n: int) -> list[Group]:
+        """At most n of the groups put back, which they leave."""
+        waiting = self._put_back
+        if not waiting or n < 1:
+            return []
+        if self._sort:
+            waiting = sorted(waiting, key=oldest_version)  # stable: equals keep their order
+        if self._filter is None:
+            self._put_back = waiting[n:]
+            return waiting[:n]
+        if self._context is None:
+            raise ValueError("a buffer filter needs begin_rollout before get_groups")
+        left = list(waiting)
+        chosen = self._call_filter(left, n)
+        taken = {group.group_id for group in chosen}
+        self._put_back = [group for group in left if group.group_id not in taken]
+        self._num_discarded += len(waiting) - len(self._put_back) - len(chosen)
+        return chosen
+
+    def _call_filter(self, groups: list[Group], n: int) -> list[Group]:
+        """What the user's filter chose. It may take groups out of the list: those are discarded unless returned."""
+        assert self._filter is not None and self._context is not None
+        known = {id(group) for group in groups}
+        chosen = self._filter(self._context, self._rollout_id, groups, n)
+        if not isinstance(chosen, list) or not all(id(group) in known for group in chosen):
+            raise self._filter.refuse(chosen, "a list of the buffer's groups")
+        if len({id(group) for group in chosen}) < len(chosen) or len(chosen) > n:
+            raise self._filter.broken(f"returned {len(chosen)} groups; at most {n} are wanted, each once")
+        if not all(id(group) in known for group in groups):
+            raise self._filter.broken("put groups into the buffer; it may only take some out")
+        return chosen
 
     def _new_group(self) -> Group:
-        prompt = self._prompts[int(self._order[self._offset]) if self._order is not None else self._offset]
-        group_id = self._next_group_id
-        first = self._next_sample_id
-        samples = [
-            Sample(
-                prompt=prompt.prompt,
-                tokens=prompt.tokens,
-                label=prompt.label,
-                metadata=_own(prompt.metadata),
-                group_id=group_id,
-                sample_id=first + i,
-                trajectory_id=first + i,
-            )
-            for i in range(self._n_samples)
-        ]
+        prompt = self._prompts[self._order.draw()] if self._prompts is not None and self._order is not None else _NONE
+        group = new_group(
+            prompt,
+            group_id=self._next_group_id,
+            first_sample_id=self._next_sample_id,
+            n_samples=self._n_samples,
+        )
         self._next_group_id += 1
         self._next_sample_id += self._n_samples
-        self._offset += 1
-        if self._offset == len(self._prompts):
-            self._epoch, self._offset = self._epoch + 1, 0
-            self._order = self._epoch_order()
-        return Group(group_id, samples)
+        return group
 
-    def _epoch_order(self) -> npt.NDArray[np.int64] | None:
-        if not self._shuffle:
-            return None
-        # RandomState over a seeded MT19937 is the one numpy stream that is promised never to change: a resumed run
-        # under a newer numpy must not see another order.
-        bits = np.random.MT19937(np.random.SeedSequence([self._seed, self._epoch]))
-        return np.random.RandomState(bits).permutation(len(self._prompts)).astype(np.int64)
+    def _other_data(self, saved: Any) -> Iterator[str]:
+        """What differs in the prompts: each file by its name."""
+        ours = self._data_fingerprints()
+        if not isinstance(saved, Mapping):
+            yield f"the state says {str(saved)[:100]} of its prompts"
+            return
+        if len(saved) != len(ours):
+            yield f"--prompt-data had {len(saved)} parts, and has {len(ours)}"
+            return
+        for (old, digest), (new, now) in zip(saved.items(), ours.items(), strict=True):
+            if digest != now:
+                yield (
+                    f"the prompts of {new} are not those of {old}: the file, the slice, the keys, the chat template, "
+                    "the tokenizer or a length limit was changed"
+                )
 
-    def _data_fingerprint(self) -> str:
-        if self._fingerprint is None:
+    def _other_settings(self, state: Mapping[str, Any]) -> Iterator[str]:
+        flags = {"seed": "--rollout-seed", "shuffle": "--rollout-shuffle", "weights": "--prompt-data-weights"}
+        for key, flag in flags.items():
+            if state.get(key) != self._settings[key]:
+                yield f"{flag} was {state.get(key)}, and is {self._settings[key]}"
+
+    def _data_fingerprints(self) -> dict[str, str]:
+        if self._fingerprints is None:
             prompts = self._prompts
-            self._fingerprint = prompts.fingerprint() if isinstance(prompts, PromptSet) else _fingerprint(prompts)
-        return self._fingerprint
+            if isinstance(prompts, PromptSet):
+                self._fingerprints = prompts.fingerprints()
+            else:
+                self._fingerprints = {"prompts": _fingerprint(prompts)} if prompts is not None else {}
+        return self._fingerprints
+
+
+def new_group(prompt: Prompt, *, group_id: int, first_sample_id: int, n_samples: int) -> Group:
+    """A group of pending samples of one prompt, numbered from `first_sample_id`; for data sources of your own, too."""
+    samples = [
+        Sample(
+            prompt=prompt.prompt,
+            tokens=prompt.tokens,
+            label=prompt.label,
+            metadata=_own(prompt.metadata),
+            group_id=group_id,
+            sample_id=sample_id,
+            trajectory_id=sample_id,
+        )
+        for sample_id in range(first_sample_id, first_sample_id + n_samples)
+    ]
+    return Group(group_id, samples)
+
+
+def oldest_version(group: Group) -> float:
+    """The policy version of a group's oldest token; infinity where nothing was generated."""
+    return min((span.version for s in group.samples for span in s.weight_versions), default=math.inf)
 
 
 def pending_again(group: Group) -> Group:

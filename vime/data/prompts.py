@@ -1,20 +1,28 @@
-"""Read a JSONL file of prompts: every line checked, every prompt tokenised once."""
+"""Prompt files: every row checked, every prompt rendered and tokenised once.
+
+Two steps, because the first is cheap and should come before anything starts: `check_rows` reads every row of every
+file, `tokenise` renders and tokenises them.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vime.errors import DataError
-from vime.types import Message
+from vime.config.hooks import load_hook
+from vime.config.prompt_files import parse_prompt_files
+from vime.data.chat import prompt_text
+from vime.data.prompt_set import PromptSet, Selection
+from vime.data.records import GENERATE_PATH, HOOK_PARAMETERS, BadRow, RowKeys, check_overrides, named_hooks, read_record
+from vime.data.rows import Rows, open_rows
+from vime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from vime.config import Config
@@ -22,107 +30,138 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENISE_AT_ONCE = 1024  # texts handed to the tokenizer in one call: enough to use its threads, bounded memory
-_SHOWN = 5  # bad lines spelled out in an error; the rest are counted
+_SHOWN = 5  # bad rows spelled out in an error; the rest are counted
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt as the buffer hands it out."""
+class CheckedRows:
+    """What `check_rows` gives: rows that can be used, not tokenised yet."""
 
-    prompt: str | list[Message]
-    """What the file held."""
-    tokens: tuple[int, ...]
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """The file's metadata object; `tools`, where the line had them, are kept under that key."""
-
-
-class PromptSet(Sequence[Prompt]):
-    """The prompts of one file: flat token ids and the raw lines, so that a million prompts stay compact.
-
-    A line is parsed again when its prompt is asked for (tens of microseconds); its text is never tokenised again.
-    """
-
-    def __init__(
-        self, path: Path, keys: _Keys, lines: list[bytes], tokens: Sequence[npt.NDArray[np.int32]], dropped: int
-    ) -> None:
-        self.path = path
-        self.num_dropped = dropped
-        """Prompts left out because they were longer than the limit."""
-        self._keys = keys
-        self._lines = lines
-        self._offsets = np.zeros(len(tokens) + 1, np.int64)
-        np.cumsum([len(t) for t in tokens], out=self._offsets[1:])
-        self._tokens = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
+    def __init__(self, keys: RowKeys, words: Sequence[str], files: Sequence[Rows], selected: Selection) -> None:
+        self._keys, self._words, self._files, self._selected = keys, tuple(words), files, selected
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._selected.row)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"prompt {index} of {len(self)}")
-        index %= len(self)
-        record = _read_record(self._lines[index], self._keys)
-        ids = self._tokens[self._offsets[index] : self._offsets[index + 1]]
-        return Prompt(record.prompt, tuple(ids.tolist()), record.label, record.metadata)
+    def tokenise(
+        self,
+        tokenizer: Any,
+        *,
+        chat_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_len: int | None = None,
+        max_context_len: int | None = None,
+    ) -> PromptSet:
+        """Render and tokenise every prompt, and leave out those that are too long.
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return (self[i] for i in range(len(self)))
+        Text is tokenised as it stands: no special tokens are added, since a template writes its own.
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """[len(self)] prompt tokens."""
-        return np.diff(self._offsets)
+        Args:
+            tokenizer: a transformers tokenizer.
+            chat_kwargs: for the chat template; a row's metadata.apply_chat_template_kwargs wins.
+            max_prompt_len: prompts of more tokens are left out and counted.
+            max_context_len: tokens that prompt and response may have together; prompts that leave no room for a
+                response are left out and counted.
+        Raises: DataError with the rows that the chat template refuses, or that have no tokens; or if none is left.
+        """
+        lengths = np.zeros(len(self), np.int64)
+        chunks: list[npt.NDArray[np.int32]] = []
+        problems = _Problems(self._files)
+        for start, texts in self._texts(tokenizer, dict(chat_kwargs or {}), problems):
+            batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            lengths[start : start + len(texts)] = [len(ids) for ids in batch]
+            chunks.append(np.fromiter((i for ids in batch for i in ids), np.int32))
+        for i in np.flatnonzero(lengths == 0).tolist():
+            if not problems.has(self._selected.file[i], self._selected.row[i]):
+                problems.add(self._selected.file[i], self._selected.row[i], "the prompt has no tokens")
+        problems.refuse()
+        tokens = np.concatenate(chunks)
+        return self._within(tokens, lengths, max_prompt_len, max_context_len)
 
-    def fingerprint(self) -> str:
-        """Names the content: the lines, how they are read, and the token ids. Equal fingerprints, equal prompts."""
-        digest = hashlib.blake2b(repr(self._keys).encode(), digest_size=16)
-        for line in self._lines:
-            digest.update(line + b"\n")
-        digest.update(self._offsets.tobytes())
-        digest.update(self._tokens.tobytes())
-        return digest.hexdigest()
+    def _texts(
+        self, tokenizer: Any, chat_kwargs: Mapping[str, Any], problems: _Problems
+    ) -> Iterator[tuple[int, list[str]]]:
+        """Batches of texts with the position of the first; the text of a row that has a problem is empty."""
+        texts: list[str] = []
+        position = 0
+        for file, row in _runs(self._selected):
+            rows = self._files[file]
+            for read in rows.scan(row):
+                record = read_record(read.value, self._keys)
+                text = ""
+                try:
+                    text = prompt_text(record, tokenizer, chat=self._keys.chat, kwargs=chat_kwargs)
+                except BadRow as problem:
+                    problems.add(file, read.index, str(problem))
+                texts.append(text)
+                position += 1
+                if len(texts) == _TOKENISE_AT_ONCE:
+                    yield position - len(texts), texts
+                    texts = []
+        if texts:
+            yield position - len(texts), texts
+
+    def _within(
+        self,
+        tokens: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int64],
+        max_prompt_len: int | None,
+        max_context_len: int | None,
+    ) -> PromptSet:
+        too_long = lengths > (max_prompt_len if max_prompt_len is not None else np.iinfo(np.int64).max)
+        over = ~too_long & (lengths >= (max_context_len if max_context_len is not None else np.iinfo(np.int64).max))
+        keep = ~(too_long | over)
+        dropped = {
+            f"longer than --rollout-max-prompt-len {max_prompt_len}": too_long,
+            f"without room for a response in --rollout-max-context-len {max_context_len}": over,
+        }
+        for part, word in enumerate(self._words):
+            inside = self._selected.part == part
+            counts = {why: int((inside & which).sum()) for why, which in dropped.items()}
+            said = "; ".join(f"{count} are {why}" for why, count in counts.items() if count)
+            if not (inside & keep).any():
+                raise DataError(
+                    f"{word}: none of its {int(inside.sum())} prompts can be used: {said}; "
+                    f"the shortest has {int(lengths[inside].min())} tokens"
+                )
+            if said:
+                logger.warning(
+                    "%s: %d of %d prompts are left out: %s (the longest has %d tokens)",
+                    word,
+                    sum(counts.values()),
+                    int(inside.sum()),
+                    said,
+                    int(lengths[inside].max()),
+                )
+        return PromptSet(
+            self._keys,
+            self._words,
+            self._files,
+            self._selected.take(keep),
+            tokens[np.repeat(keep, lengths)] if not keep.all() else tokens,
+            lengths[keep],
+            num_too_long=int(too_long.sum()),
+            num_over_context=int(over.sum()),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """Where a line keeps what."""
-
-    input: str
-    label: str | None
-    metadata: str
-    tools: str
-    chat: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    prompt: str | list[Message]
-    label: Any
-    metadata: dict[str, Any]
-
-
-class _BadLine(Exception):
-    """Why one line cannot be used."""
-
-
-def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
-    """The training prompts of `--prompt-data`, read as the data section says. Raises: DataError."""
+def row_keys(config: Config) -> RowKeys:
+    """How the training prompts' rows are read."""
     data = config.data
-    if data.prompt_data is None:
-        raise DataError("no --prompt-data is given: name a JSONL file of prompts")
-    return read_prompts(
-        data.prompt_data,
+    return RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key, data.apply_chat_template)
+
+
+def check_prompts(config: Config, reward_names: Collection[str] | None) -> CheckedRows:
+    """Every row of --prompt-data, read and checked. Raises: DataError, ConfigError."""
+    if not config.data.prompt_data:
+        raise DataError("no --prompt-data is given: name a JSONL or Parquet file of prompts")
+    return check_rows(config.data.prompt_data, row_keys(config), reward_names=reward_names)
+
+
+def tokenise_prompts(config: Config, rows: CheckedRows, tokenizer: Any) -> PromptSet:
+    """The training prompts, within the configured lengths. Raises: DataError."""
+    return rows.tokenise(
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
-        tool_key=data.tool_key,
-        apply_chat_template=data.apply_chat_template,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        max_prompt_len=data.rollout_max_prompt_len,
+        chat_kwargs=config.data.apply_chat_template_kwargs,
+        max_prompt_len=config.data.rollout_max_prompt_len,
         max_context_len=config.rollout.rollout_max_context_len,
     )
 
@@ -139,190 +178,124 @@ def read_prompts(
     apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_len: int | None = None,
     max_context_len: int | None = None,
+    reward_names: Collection[str] | None = None,
 ) -> PromptSet:
-    """The prompts of a JSONL file, validated and tokenised.
+    """The prompts of one word such as `file.jsonl` or `folder@[:100]`, checked and tokenised.
 
-    A prompt is a string, or a list of chat messages; messages need `apply_chat_template`, and with it a string is one
-    user message. Text is tokenised as it stands: no special tokens are added, since a template writes its own.
+    Arguments and errors are those of `check_rows` and `CheckedRows.tokenise`.
+    """
+    keys = RowKeys(input_key, label_key, metadata_key, tool_key, apply_chat_template)
+    return check_rows([str(path)], keys, reward_names=reward_names).tokenise(
+        tokenizer,
+        chat_kwargs=apply_chat_template_kwargs,
+        max_prompt_len=max_prompt_len,
+        max_context_len=max_context_len,
+    )
+
+
+def check_rows(words: Sequence[str], keys: RowKeys, *, reward_names: Collection[str] | None = None) -> CheckedRows:
+    """Read every row that the words name, and check all that can be checked without a tokenizer.
+
+    A prompt is a string, or a list of chat messages; messages need the chat template, and with it a string is one user
+    message. Functions that rows name in their metadata are imported, each once, and their parameters checked.
 
     Args:
-        path: UTF-8, one JSON object a line; blank lines are skipped.
-        tokenizer: a transformers tokenizer.
-        max_prompt_len: prompts of more tokens are dropped and counted (`PromptSet.num_dropped`, and a warning).
-        max_context_len: tokens prompt and response may have together; a prompt that leaves no room is an error.
-    Raises: DataError naming the file, the first bad lines with what is wrong, and how many there are.
+        words: files, folders, and slices of them (`vime.config.prompt_files`).
+        reward_names: what metadata.rm_type may say; None: anything.
+    Raises: DataError naming each file, its first bad rows with what is wrong, and how many there are.
     """
-    path = Path(path)
-    keys = _Keys(input_key, label_key, metadata_key, tool_key, apply_chat_template)
-    kwargs = dict(apply_chat_template_kwargs or {})
-    lines: list[bytes] = []
-    numbers: list[int] = []
-    texts: list[str] = []
-    tokens: list[npt.NDArray[np.int32]] = []
-    problems: list[str] = []
-
-    def tokenise() -> None:
-        if texts:
-            batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            tokens.extend(np.asarray(ids, np.int32) for ids in batch)
-            texts.clear()
-
-    num_lines = 0
-    for number, line in _numbered_lines(path):
-        num_lines += 1
+    files: list[Rows] = []
+    columns = (array("i"), array("q"), array("Q"), array("i"))  # compact: there may be millions
+    problems = _Problems(files)
+    hooks: dict[tuple[str, str], tuple[int, int]] = {}  # where each is named first
+    for part, word in enumerate(words):
+        selected = list(_open_word(word, keys, files))
+        before = len(columns[0])
+        for file, rows in selected:
+            for read in files[file].scan(rows):
+                problems.num_read[file] = problems.num_read.get(file, 0) + 1
+                try:
+                    if read.problem is not None:
+                        raise BadRow(read.problem)
+                    record = read_record(read.value, keys)
+                    check_overrides(record.metadata, chat=keys.chat, reward_names=reward_names)
+                except BadRow as problem:
+                    problems.add(file, read.index, str(problem))
+                    continue
+                for hook in named_hooks(record.metadata):
+                    hooks.setdefault(hook, (file, read.index))
+                for column, value in zip(columns, (file, read.index, read.digest, part), strict=True):
+                    column.append(value)
+        if len(columns[0]) == before and not problems:
+            raise DataError(f"{word} holds no prompts")
+    for (key, path), (file, row) in hooks.items():
         try:
-            record = _read_record(line, keys)
-            text = _prompt_text(record, tokenizer, chat=apply_chat_template, kwargs=kwargs)
-        except _BadLine as problem:
-            problems.append(f"line {number}: {problem}")
-            continue
-        lines.append(line)
-        numbers.append(number)
-        texts.append(text)
-        if len(texts) == _TOKENISE_AT_ONCE:
-            tokenise()
-    tokenise()
-    problems += [f"line {n}: the prompt has no tokens" for n, ids in zip(numbers, tokens, strict=True) if not len(ids)]
-    if problems:
-        _refuse(path, f"{len(problems)} of {num_lines} lines cannot be used", problems)
-    return _within_limits(path, keys, numbers, lines, tokens, max_prompt_len, max_context_len)
+            load_hook(path, HOOK_PARAMETERS[key], is_async=key == GENERATE_PATH)
+        except ConfigError as error:
+            problems.add(file, row, f"metadata.{key} {error}")
+    problems.refuse()
+    return CheckedRows(
+        keys,
+        words,
+        files,
+        Selection(*(np.array(column) for column in columns)),
+    )
 
 
-def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Chat messages as the text that the tokenizer's template makes of them."""
-    arguments = {"add_generation_prompt": add_generation_prompt, **(kwargs or {})}
-    text = tokenizer.apply_chat_template(list(messages), tools=tools or None, tokenize=False, **arguments)
-    return str(text)
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, raw line) of every line that is not blank."""
+def _open_word(word: str, keys: RowKeys, files: list[Rows]) -> Iterator[tuple[int, range]]:
+    """Open a word's files, append them to `files`, and give the rows selected of each by its index there."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
+        named = parse_prompt_files(word)
+        opened = [open_rows(path, keys) for path in named.files()]
+        selected = named.rows(sum(len(rows) for rows in opened))
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    first = 0
+    for rows in opened:
+        inside = range(max(selected.start - first, 0), min(selected.stop - first, len(rows)))
+        first += len(rows)
+        files.append(rows)
+        if inside:
+            yield len(files) - 1, inside
 
 
-def _read_record(line: bytes, keys: _Keys) -> _Record:
-    """Raises: _BadLine."""
-    try:
-        record = json.loads(line, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise _BadLine(f"not UTF-8 at byte {error.start}") from error
-    except RecursionError as error:
-        raise _BadLine("nested too deeply") from error
-    except ValueError as error:
-        raise _BadLine(f"not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise _BadLine(f"a JSON object is expected, not {_kind(record)}")
-    for key in (keys.input, keys.label):
-        if key is not None and key not in record:
-            raise _BadLine(f"no key {key!r}; the keys are {sorted(record)}")
-    prompt = record[keys.input]
-    if isinstance(prompt, list):
-        _check_messages(prompt, keys)
-    elif not isinstance(prompt, str):
-        raise _BadLine(f"{keys.input!r} is {_kind(prompt)}; a string or a list of messages is expected")
-    elif not prompt:
-        raise _BadLine(f"{keys.input!r} is empty")
-    metadata = record.get(keys.metadata)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict):
-        raise _BadLine(f"{keys.metadata!r} is {_kind(metadata)}; an object is expected")
-    tools = record.get(keys.tools)
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise _BadLine(f"{keys.tools!r} is {_kind(tools)}; a list of objects is expected")
-        metadata["tools"] = tools
-    return _Record(prompt, record[keys.label] if keys.label is not None else None, metadata)
+def _runs(selected: Selection) -> Iterator[tuple[int, range]]:
+    """The selected rows as runs of neighbours in one file."""
+    breaks = np.flatnonzero((np.diff(selected.row) != 1) | (np.diff(selected.file) != 0)) + 1
+    edges = [0, *breaks.tolist(), len(selected.row)]
+    for start, end in itertools.pairwise(edges):
+        yield int(selected.file[start]), range(int(selected.row[start]), int(selected.row[end - 1]) + 1)
 
 
-def _check_messages(messages: list[Any], keys: _Keys) -> None:
-    if not messages:
-        raise _BadLine(f"{keys.input!r} is an empty list")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _BadLine(f"{keys.input!r}[{i}] is no message: an object with a 'role' is expected")
-    if not keys.chat:
-        raise _BadLine(f"{keys.input!r} is a list of messages, which needs --apply-chat-template")
+class _Problems:
+    """Bad rows by file; the first of each file are kept, the rest counted."""
 
+    def __init__(self, files: Sequence[Rows]) -> None:
+        self.num_read: dict[int, int] = {}
+        self._files = files
+        self._found: dict[int, dict[int, str]] = {}
 
-def _prompt_text(record: _Record, tokenizer: Any, *, chat: bool, kwargs: Mapping[str, Any]) -> str:
-    """What is tokenised. Raises: _BadLine."""
-    text = record.prompt
-    if chat:
-        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        try:
-            text = render_chat(tokenizer, messages, tools=record.metadata.get("tools"), kwargs=kwargs)
-        except Exception as error:  # a template is a program of the checkpoint's author; it may raise anything
-            raise _BadLine(f"the chat template refuses it: {error}") from error
-    assert isinstance(text, str)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _BadLine(f"the text holds half of a surrogate pair at character {error.start}") from error
-    return text
+    def __bool__(self) -> bool:
+        return bool(self._found)
 
+    def add(self, file: int, row: int, problem: str) -> None:
+        """A row cannot be used."""
+        self._found.setdefault(int(file), {})[int(row)] = problem
 
-def _within_limits(
-    path: Path,
-    keys: _Keys,
-    numbers: Sequence[int],
-    lines: list[bytes],
-    tokens: list[npt.NDArray[np.int32]],
-    max_prompt_len: int | None,
-    max_context_len: int | None,
-) -> PromptSet:
-    if not lines:
-        raise DataError(f"{path} holds no prompts")
-    longest = max(len(ids) for ids in tokens)
-    keep = [i for i, ids in enumerate(tokens) if max_prompt_len is None or len(ids) <= max_prompt_len]
-    if not keep:
-        raise DataError(
-            f"{path}: all {len(lines)} prompts are longer than --rollout-max-prompt-len {max_prompt_len}; "
-            f"the shortest has {min(len(ids) for ids in tokens)} tokens"
-        )
-    if dropped := len(lines) - len(keep):
-        logger.warning(
-            "%s: %d of %d prompts are left out: longer than --rollout-max-prompt-len %d (the longest has %d tokens)",
-            path,
-            dropped,
-            len(lines),
-            max_prompt_len,
-            longest,
-        )
-    if max_context_len is not None:
-        full = [i for i in keep if len(tokens[i]) >= max_context_len]
-        if full:
-            _refuse(
-                path,
-                f"{len(full)} of {len(keep)} prompts leave no room for a response in --rollout-max-context-len "
-                f"{max_context_len}; give --rollout-max-prompt-len to leave them out, or allow a longer context",
-                [f"line {numbers[i]}: {len(tokens[i])} tokens" for i in full],
-            )
-    return PromptSet(path, keys, [lines[i] for i in keep], [tokens[i] for i in keep], dropped)
+    def has(self, file: int, row: int) -> bool:
+        """Whether a row was found bad."""
+        return int(row) in self._found.get(int(file), {})
 
+    def refuse(self) -> None:
+        """Raises: DataError naming all that was found, if anything was."""
+        if self._found:
+            raise DataError("\n".join(self._of_file(file, found) for file, found in sorted(self._found.items())))
 
-def _refuse(path: Path, summary: str, problems: Sequence[str]) -> NoReturn:
-    more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    raise DataError("\n  ".join([f"{path}: {summary}", *problems[:_SHOWN], *more]))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    def _of_file(self, file: int, found: Mapping[int, str]) -> str:
+        rows = self._files[file]
+        total = self.num_read.get(file, len(rows))
+        ordered: Iterable[tuple[int, str]] = sorted(found.items())
+        shown = [f"{rows.place(row)}: {problem}" for row, problem in ordered][:_SHOWN]
+        more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        what = rows.place(0).split()[0] + "s"
+        return "\n  ".join([f"{rows.path}: {len(found)} of {total} {what} cannot be used", *shown, *more])

@@ -9,6 +9,7 @@ from typing import Any
 
 from vime.errors import ConfigError, EngineError
 from vime.observability.rollout_file import read_rollout
+from vime.protocols import DataSource
 from vime.types import Group, RolloutResult
 
 
@@ -51,7 +52,7 @@ class ReplayedRollouts:
         raise EngineError(f"rollout {rollout_id} cannot be evaluated: a run that replays rollouts starts no engines")
 
 
-class ReplaySource:
+class ReplaySource(DataSource):
     """In the place of the data buffer: a replay reads no prompts. Only its state is asked for, by checkpoints."""
 
     def get_groups(self, n: int) -> list[Group]:

@@ -50,6 +50,8 @@ rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: 
 rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
+data/epoch | epochs | prompts handed out so far, in epochs (docs/data.md says what an epoch of a mixture is)
+data/num_<what> | count | `prompts`: in an epoch; `dropped_prompts`: left out at the start for their length; `buffered_groups`: put back and waiting; `discarded_groups`: thrown away by the buffer filter since the start of the run
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
 train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
 train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its product with --entropy-coef

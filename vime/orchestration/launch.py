@@ -19,15 +19,13 @@ from transformers import AutoTokenizer
 from vime.config import Config, modes
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
-from vime.data.buffer import DataBuffer
-from vime.data.prompts import load_prompts
 from vime.engine.vllm.client import RouterClient
 from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from vime.loop.recorder import Copies, Recorder
-from vime.loop.replay import ReplayedRollouts, ReplaySource
+from vime.loop.replay import ReplayedRollouts
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.observability.progress import RunProgress
@@ -35,6 +33,7 @@ from vime.observability.run_folder import RunFolder
 from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
 from vime.orchestration import sizes
 from vime.orchestration.cluster import create_placement_group, ray_cluster
+from vime.orchestration.data import build_source, check_data, probe_prompts
 from vime.orchestration.engines import EngineFleet
 from vime.orchestration.placement import Layout, plan_layout
 from vime.orchestration.workers import TrainerGroup
@@ -48,8 +47,6 @@ from vime.types import Group, Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
 from vime.weight_sync.shm import remove_stale_segments
-
-_PROBE_PROMPTS = 4
 
 
 class NoEngines:
@@ -111,6 +108,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         generates=generates,
         transport=sizes.transport_name(config, platform.transports) if generates else None,
     )
+    rows = check_data(config)
     with ExitStack() as stack:
         stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
         progress.message("starting Ray")
@@ -119,7 +117,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         progress.message(_what_starts(plan.layout))
         fleet = _start_fleet(plan, platform, group, stack) if generates else None
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
-        source = ReplaySource() if modes.replays(config) else _data_buffer(config, tokenizer)
+        source = build_source(config, rows, tokenizer)
         eval_sets = load_eval_sets(config, tokenizer) if generates else {}
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
         progress.expect(num_rollout)
@@ -149,7 +147,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             rollout = ReplayedRollouts(replayed, range(start, num_rollout), subsample=part)
         else:
             rollout = _rollout_stage(plan, client, source, tokenizer, eval_sets, stack)
-        stages = _build_stages(plan, rollout, trainer, fleet, client, source, start, stack)
+        stages = _build_stages(plan, rollout, trainer, fleet, client, source, tokenizer, start, stack)
         try:
             last = _loop(plan, stages, start, num_rollout)
         except (EngineError, WeightSyncError):
@@ -191,15 +189,6 @@ def _what_starts(layout: Layout) -> str:
     return "starting trainer and engines" if layout.engine_devices else "starting the trainer"
 
 
-def _data_buffer(config: Config, tokenizer: Any) -> DataBuffer:
-    return DataBuffer(
-        load_prompts(config, tokenizer),
-        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-        shuffle=config.data.rollout_shuffle,
-        seed=config.data.rollout_seed,
-    )
-
-
 def _rollout_stage(
     plan: _Run,
     client: RouterClient | None,
@@ -223,18 +212,19 @@ def _build_stages(
     fleet: EngineFleet | None,
     client: RouterClient | None,
     source: DataSource,
+    tokenizer: Any,
     start: int,
     stack: ExitStack,
 ) -> Stages:
     config = plan.config
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
-    if fleet is not None and client is not None and plan.transport is not None and isinstance(source, DataBuffer):
+    if fleet is not None and client is not None and plan.transport is not None:
         publisher = sync = WeightSync(
             trainer,
             engines,
             transport=plan.transport,
-            probe_prompts=[p.tokens for p in source.prompts[:_PROBE_PROMPTS]],
+            probe_prompts=probe_prompts(source, tokenizer),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
             first_version=start + 1,  # one sync before the first rollout, one after each

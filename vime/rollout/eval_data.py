@@ -7,7 +7,9 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.eval_sets import EvalSet, eval_sets
-from vime.data.prompts import Prompt, PromptSet, read_prompts
+from vime.data.prompt_set import Prompt, PromptSet
+from vime.data.prompts import read_prompts
+from vime.errors import DataError
 
 
 class HeldOutSet(Sequence[Prompt]):
@@ -36,21 +38,26 @@ def load_eval_sets(config: Config, tokenizer: Any) -> dict[str, HeldOutSet]:
     score, so --rollout-max-prompt-len says nothing here.
     Raises: ConfigError as `eval_sets`; DataError for a bad file.
     """
-    return {
-        held_out.name: HeldOutSet(
-            held_out,
-            read_prompts(
-                held_out.path,
-                tokenizer,
-                input_key=held_out.input_key,
-                label_key=held_out.label_key,
-                metadata_key=held_out.metadata_key,
-                tool_key=held_out.tool_key,
-                apply_chat_template=held_out.apply_chat_template,
-                apply_chat_template_kwargs=held_out.apply_chat_template_kwargs,
-                max_prompt_len=held_out.max_prompt_len,
-                max_context_len=held_out.max_context_len,
-            ),
+    return {held_out.name: HeldOutSet(held_out, _read(held_out, tokenizer)) for held_out in eval_sets(config)}
+
+
+def _read(held_out: EvalSet, tokenizer: Any) -> PromptSet:
+    prompts = read_prompts(
+        held_out.path,
+        tokenizer,
+        input_key=held_out.input_key,
+        label_key=held_out.label_key,
+        metadata_key=held_out.metadata_key,
+        tool_key=held_out.tool_key,
+        apply_chat_template=held_out.apply_chat_template,
+        apply_chat_template_kwargs=held_out.apply_chat_template_kwargs,
+        max_prompt_len=held_out.max_prompt_len,
+        max_context_len=held_out.max_context_len,
+    )
+    if prompts.num_over_context:
+        raise DataError(
+            f"held-out set {held_out.name}: {prompts.num_over_context} prompts of {held_out.path} leave no room for a "
+            f"response in a context of {held_out.max_context_len} tokens; allow a longer one, or leave them out by "
+            "--eval-max-prompt-len"
         )
-        for held_out in eval_sets(config)
-    }
+    return prompts

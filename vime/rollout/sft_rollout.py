@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vime.config import Config
-from vime.data.prompts import render_chat
+from vime.data.chat import chat_kwargs_of, render_chat
 from vime.errors import ConfigError, DataError
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rollout.stats import length_metrics
@@ -69,7 +69,7 @@ def _rendered_answer(sample: Sample, label: list[Message], settings: Config, tok
     """What the chat template adds to the prompt's text when the answer is there."""
     prompt = sample.prompt if isinstance(sample.prompt, list) else [{"role": "user", "content": sample.prompt}]
     tools = sample.metadata.get("tools")
-    kwargs = settings.data.apply_chat_template_kwargs
+    kwargs = chat_kwargs_of(sample.metadata, settings.data.apply_chat_template_kwargs)
     before = render_chat(tokenizer, prompt, tools=tools, kwargs=kwargs)
     whole = render_chat(tokenizer, [*prompt, *label], tools=tools, kwargs={**kwargs, "add_generation_prompt": False})
     if not whole.startswith(before):

@@ -36,7 +36,9 @@ class RolloutStage:
     def generate(self, rollout_id: int) -> RolloutResult:
         """The groups to train on. Raises: HookError for a rollout function that returns something else."""
         start = time.perf_counter()
+        self._source.begin_rollout(self._context, rollout_id)
         result = self._call(self._generate, rollout_id, self._source, evaluation=False)
+        result.metrics.update(self._source.metrics())
         if self._log is not None:
             seconds = time.perf_counter() - start
             skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)

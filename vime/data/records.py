@@ -1,0 +1,156 @@
+"""One row of a prompt file: what must be there, and what is said when it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vime.types import Message
+
+RM_TYPE = "rm_type"
+CHAT_KWARGS = "apply_chat_template_kwargs"
+GENERATE_PATH = "generate_function_path"
+RM_PATH = "custom_rm_path"
+"""Keys of a row's metadata that change how this one row is rendered, generated or scored."""
+
+HOOK_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    GENERATE_PATH: ("config", "sample", "sampling_params"),
+    RM_PATH: ("config", "sample"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """Where a row keeps what, and whether its prompt goes through the chat template."""
+
+    input: str = "input"
+    label: str | None = None
+    metadata: str = "metadata"
+    tools: str = "tools"
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is used of a row."""
+
+    prompt: str | list[Message]
+    label: Any
+    metadata: dict[str, Any]
+
+
+class BadRow(Exception):
+    """Why one row cannot be used."""
+
+
+def read_record(row: Any, keys: RowKeys) -> Record:
+    """The prompt, label and metadata of a parsed row. Raises: BadRow."""
+    if not isinstance(row, dict):
+        raise BadRow(f"a JSON object is expected, not {kind_of(row)}")
+    for key in (keys.input, keys.label):
+        if key is not None and key not in row:
+            raise BadRow(f"no key {key!r}; the keys are {sorted(row)}")
+    prompt = row[keys.input]
+    if isinstance(prompt, list):
+        _check_messages(prompt, keys)
+    elif not isinstance(prompt, str):
+        raise BadRow(f"{keys.input!r} is {kind_of(prompt)}; a string or a list of messages is expected")
+    elif not prompt:
+        raise BadRow(f"{keys.input!r} is empty")
+    else:
+        _check_text(prompt, keys)
+    label = row[keys.label] if keys.label is not None else None
+    if keys.label is not None and label is None:
+        raise BadRow(f"{keys.label!r} is null; give it a value, or leave the row out")
+    metadata = _object(row, keys.metadata)
+    if tools := _tools(row, keys.tools):
+        metadata["tools"] = tools
+    return Record(prompt, label, metadata)
+
+
+def check_overrides(metadata: Mapping[str, Any], *, chat: bool, reward_names: Collection[str] | None) -> None:
+    """The keys of a row's metadata that vime itself reads.
+
+    Args: reward_names: what rm_type may say; None where nothing is scored. Raises: BadRow.
+    """
+    name = metadata.get(RM_TYPE)
+    if name is not None and reward_names is not None and not (isinstance(name, str) and name in reward_names):
+        raise BadRow(f"metadata.{RM_TYPE} is {name!r}; the built-in rewards are {', '.join(sorted(reward_names))}")
+    kwargs = metadata.get(CHAT_KWARGS)
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise BadRow(f"metadata.{CHAT_KWARGS} is {kind_of(kwargs)}; an object is expected")
+    if kwargs and not chat:
+        raise BadRow(f"metadata.{CHAT_KWARGS} needs --apply-chat-template")
+    for key in HOOK_PARAMETERS:
+        if metadata.get(key) is not None and not isinstance(metadata[key], str):
+            raise BadRow(f"metadata.{key} is {kind_of(metadata[key])}; a dotted path is expected")
+
+
+def named_hooks(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(metadata key, dotted path) of each function that a row asks for."""
+    return ((key, metadata[key]) for key in HOOK_PARAMETERS if metadata.get(key) is not None)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+
+
+def _check_messages(messages: list[Any], keys: RowKeys) -> None:
+    if not messages:
+        raise BadRow(f"{keys.input!r} is an empty list")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRow(f"{keys.input!r}[{i}] is no message: an object with a 'role' is expected")
+    if not keys.chat:
+        raise BadRow(f"{keys.input!r} is a list of messages, which needs --apply-chat-template")
+
+
+def _check_text(text: str, keys: RowKeys) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"the text holds half of a surrogate pair at character {error.start}") from error
+    if keys.chat and text.startswith("[") and _is_messages(text):
+        raise BadRow(f"{keys.input!r} is a string that holds messages as JSON; put the list itself there")
+
+
+def _is_messages(text: str) -> bool:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def _object(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A row's metadata: an object, or a string that holds one, as Parquet files often do."""
+    value = row.get(key)
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        value = _json(value, key)
+    if not isinstance(value, dict):
+        raise BadRow(f"{key!r} is {kind_of(value)}; an object is expected")
+    return value
+
+
+def _tools(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    tools = row.get(key)
+    if isinstance(tools, str) and tools:
+        tools = _json(tools, key)
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"{key!r} is {kind_of(tools)}; a list of objects is expected")
+    return tools
+
+
+def _json(text: str, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{key!r} is a string that is no JSON ({error})") from error
