@@ -81,18 +81,23 @@ def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
 @pytest.mark.parametrize(
     "words",
     [
-        ["--tensor-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-size", "2"],
-        ["--context-parallel-size", "2"],
+        ["--virtual-pipeline-model-parallel-size", "2"],
         ["--expert-model-parallel-size", "2"],
-        ["--sequence-parallel"],
+        ["--pipeline-model-parallel-layout", "E|t|L"],
+        ["--cp-comm-type", "p2p"],
+        ["--overlap-p2p-communication"],
         ["--fp16"],
         ["--hidden-dropout", "0.1"],
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused_before_it_starts(argv: list[str], words: list[str]) -> None:
     problems = problems_of([*argv, *words])
-    assert len(problems) == 1 and problems[0].startswith(f"{words[0]} is ")
+    assert len(problems) == 1 and problems[0].startswith(words[0].replace("communication", "comm") + " is ")
+
+
+def test_ranks_that_a_layout_needs_are_asked_for_before_it_starts(argv: list[str]) -> None:
+    [problem] = problems_of([*argv, "--tensor-model-parallel-size", "2"])
+    assert problem.startswith("--tensor-model-parallel-size 2 makes 2 ranks that work together")
 
 
 def test_the_values_that_the_trainer_can_do_pass(argv: list[str]) -> None:
@@ -119,7 +124,7 @@ def test_all_problems_come_at_once(argv: list[str]) -> None:
     )
     for flag in ("rollout-bach-size", "lr", "eps-clip", "global-batch-size", "rollout-top-p", "kl-loss-type"):
         assert sum(p.startswith(f"--{flag} ") for p in problems) == 1, (flag, problems)
-    assert "--tensor-model-parallel-size is 2" in " ".join(problems)
+    assert "--tensor-model-parallel-size 2 makes 2 ranks" in " ".join(problems)
     assert len(problems) == 7
 
 

@@ -1,63 +1,113 @@
-"""One data-parallel rank of test_ranks.py: python rank_worker.py RANK FOLDER.
+"""One rank of test_ranks.py: python rank_worker.py RANK WORLD_SIZE FOLDER CASES.
 
-FOLDER holds model/ and batches.pkl; the rank writes result-RANK.pkl.
+CASES is a pickle in FOLDER: dicts as test_ranks.py makes them. The rank runs them one after the other and writes
+FOLDER/result-WORLD_SIZE-RANK.pkl: case name -> what its trainer gave.
 """
 
 import pickle
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from vime.config import AlgoConfig, Config, RolloutConfig
-from vime.errors import TrainingError
+from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig
+from vime.errors import TrainingError, VimeError
 from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
 from vime.wire import BucketMessage
 
 
-class CountingWriter:
-    """Says how many tensors it got."""
+class KeepingWriter:
+    """Keeps what it is sent."""
+
+    def __init__(self):
+        self.sent = []
 
     def write(self, tensors, version, index):
+        self.sent += [(name, tensor.clone()) for name, tensor in tensors]
         return BucketMessage(version, index, (), len(tensors), {})
 
     def close(self): ...
 
 
-def main(rank, folder):
+def run(case, rank, world_size, folder):
+    """What one trainer gives on this rank."""
     config = Config(
-        algo=AlgoConfig(use_kl_loss=True, kl_loss_coef=0.05),
+        algo=AlgoConfig(**case["algo"]),
         rollout=RolloutConfig(rollout_temperature=0.8),
-        megatron={"lr": 1e-2, "adam_eps": 1e-2},
+        sync=SyncConfig(update_weight_buffer_size=20_000),
+        megatron={"lr": 1e-2, "adam_eps": 1e-2, **case["megatron"]},
     )
+    writer = KeepingWriter() if rank == 0 else None
     trainer = MegatronTrainer(
         config,
-        hf_path=str(folder / "model"),
+        hf_path=str(folder / case["model"]),
         platform=get_platform("cpu"),
         rank=rank,
-        world_size=2,
-        init_method=f"file://{folder / 'rendezvous'}",
+        world_size=world_size,
+        init_method=f"file://{folder / ('meet-' + case['name'])}",
         total_steps=10,
-        writer=CountingWriter() if rank == 0 else None,
+        writer=writer,
     )
-    batches = pickle.loads((folder / "batches.pkl").read_bytes())
-    out = {"log_probs": trainer.log_probs(batches[0]), "scores": trainer.score([[1, 2, 3]])}
-    out["metrics"] = [trainer.train(batch) for batch in batches]
+    out, batches = {}, case["batches"]
+    if "load" in case:
+        trainer.load(folder / case["load"])
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
-    trainer.export_hf(folder / "out")
-    trainer.save(folder / "ck")
-    out["after"] = trainer.train(batches[0])
-    broken = batches[0]
-    mine_of_rank_1 = broken.steps[0][1][0][0]
-    broken.advantages[mine_of_rank_1] = np.nan
-    try:
-        trainer.train(broken)
-    except TrainingError as error:
-        out["error"] = str(error)
+    out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
+    if writer is not None:
+        out["first"], writer.sent = writer.sent, []
+    out["metrics"] = []
+    for k, batch in enumerate(batches):
+        if k == case.get("save_before"):
+            trainer.save(folder / f"ck-{case['name']}")
+        out["metrics"].append(trainer.train(batch))
+    if case.get("exports"):
+        trainer.export_hf(folder / f"out-{case['name']}")
+    list(trainer.weights(2))
+    if writer is not None:
+        out["last"] = writer.sent
+    if "breaks" in case:
+        out["errors"] = break_it(trainer, rank, case["breaks"], batches[0])
     trainer.close()
-    (folder / f"result-{rank}.pkl").write_bytes(pickle.dumps(out))
+    return out
+
+
+def break_it(trainer, rank, broken_rank, batch):
+    """The errors of a loss and of a gradient that are not finite on one rank."""
+    errors = []
+    hook = None
+    if rank == broken_rank:
+        parameter = next(iter(trainer._policy.module.decoder.layers[0].parameters()))
+        hook = parameter.register_hook(lambda grad: grad * float("nan"))
+    for spoil in (False, True):
+        if spoil:
+            if hook is not None:
+                hook.remove()
+            batch.advantages[batch.steps[0][-1][0][0]] = np.nan
+        try:
+            trainer.train(batch)
+        except TrainingError as error:
+            errors.append(str(error))
+    return errors
+
+
+def main(rank, world_size, folder, cases):
+    torch.set_num_threads(1)
+    results = {}
+    for case in pickle.loads((folder / cases).read_bytes()):
+        start = time.perf_counter()
+        try:
+            results[case["name"]] = run(case, rank, world_size, folder)
+        except VimeError:
+            results[case["name"]] = {"failed": traceback.format_exc()}
+            break  # the others may wait in a collective
+        if rank == 0:
+            print(case["name"], f"{time.perf_counter() - start:.1f} s", flush=True)
+    (folder / f"result-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,7 @@
-"""Two real gloo ranks do what one process does."""
+"""Ranks that divide the work in any proven way do what one process does.
+
+The processes are started once and run a table of cases one after the other; each test looks at one case.
+"""
 
 import os
 import pickle
@@ -13,77 +16,177 @@ import torch
 from safetensors.torch import load_file
 
 import vime
-from vime.config import AlgoConfig, RolloutConfig
+from tests.trainer.conftest import make_batch_of, write_model
+from vime.config.parallel import parallel_sizes
 
 pytestmark = pytest.mark.ranks
 LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]
-KL = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.05)
-WARM = RolloutConfig(rollout_temperature=0.8)
+RL = {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coef": 0.01}
+SFT = {"loss_type": "sft_loss"}
+TP, PP, CP = ({f"{name}_parallel_size": 2} for name in ("tensor_model", "pipeline_model", "context"))
+SP = {**TP, "sequence_parallel": True}
+MODELS = {
+    "qwen3-tied": {"kind": "qwen3", "tied": True},
+    "qwen3-untied": {"kind": "qwen3", "tied": False},
+    "llama-tied": {"kind": "llama", "tied": True},
+    "llama-untied": {"kind": "llama", "tied": False},
+}
 
 
-def run_two_ranks(folder):
+def case(name, model, megatron=None, algo=RL, **more):
+    return {"name": name, "model": model, "megatron": megatron or {}, "algo": algo, **more}
+
+
+TWO = [
+    case("dp", "qwen3-tied", breaks=1),
+    case("tp", "qwen3-tied", TP, breaks=1),
+    case("tp-sp", "qwen3-tied", SP, breaks=0, exports=True),
+    case("pp", "qwen3-tied", PP, breaks=0, exports=True),
+    case("cp", "qwen3-tied", CP, breaks=1),
+    case("tp-llama", "llama-untied", TP),
+    case("tp-sp-llama", "llama-untied", {**SP, "use_distributed_optimizer": False}),
+    case("pp-llama", "llama-untied", PP),
+    case("cp-llama", "llama-untied", CP),
+    case("tp-sp-sft", "llama-tied", SP, SFT),
+    case("pp-sft", "llama-tied", PP, SFT),
+    case("cp-sft", "llama-tied", CP, SFT),
+    case("pp-untied", "qwen3-untied", PP),
+]
+FOUR = [
+    case("tp-pp", "qwen3-tied", {**SP, **PP}, breaks=1),
+    case("tp-cp", "qwen3-tied", {**SP, **CP}, breaks=2),
+    case("dp-tp", "qwen3-tied", TP, breaks=3),
+]
+
+
+def batches_for(megatron, world_size):
+    """Three rollouts: one step, two steps (old log-probs), and one that leaves a rank without samples."""
+    dp = parallel_sizes(megatron).data(world_size)
+    three = make_batch_of([5, 6, 7], seed=2)
+    if dp == 2:
+        three = replace(three, steps=((((0,), (2,)), ((1,), ())),))
+    batches = [make_batch_of(LENGTHS, dp=dp, micro=3), make_batch_of(LENGTHS, dp=dp, micro=1, steps=2, seed=1), three]
+    for batch in batches:
+        batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
+    return batches
+
+
+def start_ranks(folder, world_size, cases):
+    """Start the processes; they run the cases one after the other."""
+    cases = [{**c, "batches": batches_for(c["megatron"], world_size)} for c in cases]
+    file = f"cases-{world_size}.pkl"
+    (folder / file).write_bytes(pickle.dumps(cases))
     env = {**os.environ, "PYTHONPATH": str(Path(vime.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    worker = Path(__file__).with_name("rank_worker.py")
-    processes = [
+    worker = str(Path(__file__).with_name("rank_worker.py"))
+    return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(worker), str(rank), str(folder)],
+            [sys.executable, "-W", "ignore", worker, str(rank), str(world_size), str(folder), file],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world_size)
     ]
+
+
+def results_of(folder, processes):
+    """Case -> [what each rank gave]."""
+    texts = []
     for process in processes:
-        text, _ = process.communicate(timeout=300)
+        text, _ = process.communicate(timeout=500)
+        texts.append(text)
         assert process.returncode == 0, text
-    return [pickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(2)]
+    print(texts[0])
+    files = [folder / f"result-{len(processes)}-{rank}.pkl" for rank in range(len(processes))]
+    ranks = [pickle.loads(file.read_bytes()) for file in files]
+    return {name: [r.get(name, {"failed": "did not come to this case"}) for r in ranks] for name in ranks[0]}
 
 
-@pytest.fixture
-def both(model_folder, make_trainer, make_batch, tmp_path):
-    """(results of two ranks, results of one process, folder)."""
-    folder, _ = model_folder("qwen3", tied=True)
-    folder.rename(tmp_path / "model")
-    split = [make_batch(LENGTHS, dp=2, micro=3), make_batch(LENGTHS, dp=2, micro=1, steps=2, seed=1)]
-    # Three samples on two ranks: the last micro-batch of rank 1 is empty.
-    split.append(replace(make_batch([5, 6, 7], seed=2), steps=((((0,), (2,)), ((1,), ())),)))
-    (tmp_path / "batches.pkl").write_bytes(pickle.dumps(split))
-    two = run_two_ranks(tmp_path)
-    whole = [make_batch(LENGTHS), make_batch(LENGTHS, steps=2, seed=1), make_batch([5, 6, 7], seed=2)]
-    trainer = make_trainer(
-        tmp_path / "model", algo=KL, rollout=WARM, total_steps=10, megatron={"lr": 1e-2, "adam_eps": 1e-2}
-    )
-    one = {"log_probs": trainer.log_probs(whole[0]), "metrics": [trainer.train(batch) for batch in whole]}
-    trainer.export_hf(tmp_path / "one")
-    return two, one, tmp_path, whole
+def one_process_cases(cases):
+    """One reference for each model and loss among the cases."""
+    pairs = {(c["model"], c["algo"] is SFT) for c in cases}
+    return [case(f"{model}{'-sft' if sft else ''}", model, algo=SFT if sft else RL) for model, sft in sorted(pairs)]
 
 
-def test_two_ranks_train_like_one_process(both, make_trainer):
-    two, one, folder, whole = both
-    for result in two:
-        np.testing.assert_allclose(result["log_probs"], one["log_probs"], atol=1e-6)
-        for got, want in zip(result["metrics"], one["metrics"], strict=True):
+@pytest.fixture(scope="module")
+def run_cases(tmp_path_factory):
+    """(world size, cases) -> (results by case, results of one process, folder)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for seed, (name, what) in enumerate(MODELS.items()):
+        write_model(folder / name, seed=seed, **what)
+
+    def run(world_size, cases):
+        several, one = start_ranks(folder, world_size, cases), start_ranks(folder, 1, one_process_cases(cases))
+        try:
+            return results_of(folder, several), results_of(folder, one), folder
+        finally:
+            for process in (*several, *one):
+                process.kill()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_cases):
+    return run_cases(2, TWO)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(run_cases):
+    return run_cases(4, FOUR)
+
+
+def assert_like_one_process(c, ranks, one, folder):
+    reference = one[f"{c['model']}{'-sft' if c['algo'] is SFT else ''}"][0]
+    for rank in ranks:
+        assert "failed" not in rank, rank.get("failed")
+        np.testing.assert_allclose(rank["log_probs"], reference["log_probs"], rtol=1e-5, atol=1e-6)
+        for got, want in zip(rank["scores"], reference["scores"], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        for k, (got, want) in enumerate(zip(rank["metrics"], reference["metrics"], strict=True)):
             for name in want:
                 if not name.startswith("perf/"):
                     # A mean difference of two log-probs keeps only what float32 leaves of each.
                     tolerance = 1e-6 if name in ("train/ppo_kl", "train/kl_loss") or "diff" in name else 1e-8
-                    assert got[name] == pytest.approx(want[name], rel=1e-5, abs=tolerance), name
-    got, want = load_file(folder / "out" / "model.safetensors"), load_file(folder / "one" / "model.safetensors")
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5, msg=name)
+                    assert got[name] == pytest.approx(want[name], rel=1e-5, abs=tolerance), (name, k)
+    # Weights reach rank 0 alone: what it loaded, bit for bit, and after training what one process has.
+    source = load_file(folder / c["model"] / "model.safetensors")
+    first = dict(ranks[0]["first"])
+    assert [name for name, _ in ranks[0]["first"]] == [name for name, _ in reference["first"]]
+    assert first.keys() == source.keys() and all(torch.equal(first[name], source[name]) for name in source)
+    for (name, got), (_, want) in zip(ranks[0]["last"], reference["last"], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, msg=name)
+    assert len(ranks[0]["buckets"]) > 2 and all(count > 0 for count in ranks[0]["buckets"])
+    assert all(rank["buckets"] == [None] * len(ranks[0]["buckets"]) for rank in ranks[1:])
+    if c.get("exports"):
+        exported = load_file(folder / f"out-{c['name']}" / "model.safetensors")
+        assert all(torch.equal(exported[name], tensor) for name, tensor in ranks[0]["last"])
 
-    # Only rank 0 writes; both name the rank whose loss broke.
-    assert all(count > 0 for count in two[0]["buckets"]) and set(two[1]["buckets"]) == {None}
-    assert len(two[0]["buckets"]) == len(two[1]["buckets"])
-    assert all("data-parallel rank 1, rollout 7, step 5" in result["error"] for result in two)
 
-    # A checkpoint of two ranks goes on in one process.
-    trainer = make_trainer(
-        folder / "model", algo=KL, rollout=WARM, total_steps=10, megatron={"lr": 1e-2, "adam_eps": 1e-2}
-    )
-    trainer.load(folder / "ck")
-    after = trainer.train(whole[0])
-    for name in ("train/loss", "train/grad_norm", "train/kl_loss", "train/step"):
-        assert after[name] == pytest.approx(two[0]["after"][name], rel=1e-5), name
+def assert_all_name_the_broken_rank(c, ranks):
+    """The rank whose gradient is broken; the loss breaks on all ranks that compute the spoilt sample's."""
+    for rank in ranks:
+        of_gradient, of_loss = rank["errors"]
+        assert f"the gradient is not finite on rank {c['breaks']} (" in of_gradient, of_gradient
+        assert ", rollout 7, step 4" in of_gradient and "the loss is not finite on rank " in of_loss
+        assert rank["errors"] == ranks[0]["errors"]
+
+
+@pytest.mark.parametrize("c", TWO, ids=[c["name"] for c in TWO])
+def test_two_ranks_train_like_one_process(two_ranks, c):
+    several, one, folder = two_ranks
+    assert_like_one_process(c, several[c["name"]], one, folder)
+
+
+@pytest.mark.parametrize("c", [c for c in TWO if "breaks" in c], ids=lambda c: c["name"])
+def test_a_broken_gradient_names_its_rank_and_stops_both(two_ranks, c):
+    assert_all_name_the_broken_rank(c, two_ranks[0][c["name"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", FOUR, ids=[c["name"] for c in FOUR])
+def test_four_ranks_train_like_one_process(four_ranks, c):
+    several, one, folder = four_ranks
+    assert_like_one_process(c, several[c["name"]], one, folder)
+    assert_all_name_the_broken_rank(c, several[c["name"]])

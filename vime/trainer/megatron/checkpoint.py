@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from vime.errors import ConfigError
+from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy
+
+_log = logging.getLogger(__name__)
 
 
 def save(policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer: bool) -> None:
@@ -44,12 +49,25 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
     saved = dist_checkpointing.load_common_state_dict(str(path))
     if with_optimizer and "scheduler" not in saved:
         raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
-    state = dist_checkpointing.load(_state(policy, with_optimizer=with_optimizer, is_loading=True), str(path))
+    same_layout = saved.get("layout") == _layout()
+    wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
+    if with_optimizer and same_layout:
+        wanted["random"] = _random_object(None)
+    state = dist_checkpointing.load(wanted, str(path))
     policy.ddp.module.load_state_dict(state["model"])
     if with_optimizer:
         policy.optimizer.load_state_dict(state["optimizer"])
         policy.scheduler.load_state_dict(saved["scheduler"])
-        _set_random_state(saved["random"])
+        if same_layout:
+            _set_random_state(state["random"])
+        else:
+            # Each tensor-parallel rank and stage has a stream of its own, so other ranks cannot go on with them.
+            _log.warning(
+                "%s was saved by ranks of the layout %s, this run's is %s: random streams start from --seed again",
+                path,
+                saved.get("layout"),
+                _layout(),
+            )
     else:
         policy.optimizer.reload_model_params()
     counters: dict[str, int] = saved["counters"]
@@ -70,12 +88,29 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
         )
         if not is_loading:
             state["scheduler"] = policy.scheduler.state_dict()
-            state["random"] = _random_state()
+            state["random"] = _random_object(_random_state())
+            state["layout"] = _layout()
     return state
 
 
+def _layout() -> dict[str, int]:
+    """The sizes that random streams depend on."""
+    return {"tensor": parallel.tp_size(), "pipeline": parallel.pp_size()}
+
+
+def _random_object(state: dict[str, Any] | None) -> ShardedObject:
+    """One entry per tensor-parallel rank and stage; the others of a rank's kind have the same."""
+    return ShardedObject(
+        "random",
+        state,
+        (parallel.pp_size(), parallel.tp_size()),
+        (parallel.pp_rank(), parallel.tp_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
 def _random_state() -> dict[str, Any]:
-    """Equal on all data-parallel ranks: they are seeded alike, and nothing in a step draws."""
+    """Equal on all data- and context-parallel ranks: they are seeded alike, and nothing in a step draws."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vime.errors import ConfigError
-from vime.models import Kind, ModelSettings, NameMap, Names
+from vime.models import Kind, ModelSettings, NameMap
+from vime.trainer.megatron import parallel, shards
 
 MAX_SHARD_BYTES = 5 << 30
 _INDEX = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelSettings) -> None:
-    """Fill a Megatron model from safetensors, one tensor in memory at a time.
+    """Fill this rank's part of a Megatron model from safetensors, one tensor in memory at a time.
 
     A padded vocabulary's extra rows become zero.
 
@@ -53,32 +54,44 @@ def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelS
         raise ConfigError(problems)
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(files.values()))}
-        for name, parameter in module.named_parameters():
+        for name, parameter in shards.named_parameters(module, tied=model.tie_word_embeddings):
             entry = names.to_hf(name)
-            parts = [opened[files[n]].get_tensor(n) for n in entry.hf]
-            whole = merge(parts, entry.kind, model)
-            if name in _VOCABULARY and len(whole) == model.vocab_size:
-                parameter[len(whole) :] = 0
-                parameter[: len(whole)] = whole.to(parameter)
+            stored = [opened[files[n]].get_slice(n) for n in entry.hf]
+            cut = shards.cut_of(parameter, entry.kind)
+            if name in shards.VOCABULARY and stored[0].get_shape()[0] == model.vocab_size:
+                first = parallel.tp_rank() * len(parameter) if cut is not None else 0
+                rows = stored[0][first : first + len(parameter)]
+                parameter[len(rows) :] = 0
+                parameter[: len(rows)] = rows.to(parameter)
                 continue
-            if whole.shape != parameter.shape:
-                problems.append(f"{entry.hf}: shape {[tuple(p.shape) for p in parts]} does not fit {name}")
-                continue
-            parameter.copy_(whole)
+            if problem := _fill(parameter, [_own_cut(s, cut) for s in stored], entry.kind, model):
+                problems.append(f"{entry.hf}: shapes {[tuple(s.get_shape()) for s in stored]}: {problem} {name}")
     if problems:
         raise ConfigError([f"{folder}: {p}" for p in problems])
 
 
-@torch.no_grad()
-def hf_tensors(module: torch.nn.Module, names: NameMap, model: ModelSettings) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor of a Megatron model, in the name table's order; at most one is a copy at a time."""
-    parameters = dict(module.named_parameters())
-    for name in names.megatron_names():
-        entry = names.to_hf(name)
-        tensor = parameters[name].detach()
-        if name in _VOCABULARY:
-            tensor = tensor[: model.vocab_size]
-        yield from zip(entry.hf, split(tensor, entry, model), strict=True)
+def _own_cut(stored: Any, cut: int | None) -> Tensor:
+    """This rank's part of a tensor in a file; the rest is not read. Args: cut: the dimension; None: all of it."""
+    if cut is None:
+        whole: Tensor = stored[:]
+        return whole
+    # A size that does not divide leaves rows over, and so a shape that will be refused.
+    size = stored.get_shape()[cut] // parallel.tp_size()
+    mine = slice(parallel.tp_rank() * size, (parallel.tp_rank() + 1) * size)
+    part: Tensor = stored[mine] if cut == 0 else stored[:, mine]
+    return part
+
+
+def _fill(parameter: Tensor, parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> str | None:
+    """Copy HF tensors into a parameter; what is wrong with their shapes, or None."""
+    try:
+        whole = shards.merge(parts, kind, model)
+    except (ValueError, RuntimeError) as error:
+        return f"{error}, does not fit"
+    if whole.shape != parameter.shape:
+        return "does not fit"
+    parameter.copy_(whole)
+    return None
 
 
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:
@@ -87,7 +100,7 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
     config.json comes last, so a folder that has one is whole; an earlier export there is replaced.
 
     Args:
-        tensors: as `hf_tensors` gives them.
+        tensors: as `shards.hf_tensors` gives them, on rank 0.
         source: the checkpoint training started from.
         target: a folder, made if need be.
         dtype: the weights' dtype, noted in config.json.
@@ -106,36 +119,6 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def merge(parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> Tensor:
-    """HF tensors to one Megatron tensor."""
-    if kind is Kind.PLAIN:
-        return parts[0]
-    if kind is Kind.GLU:
-        return torch.cat(list(parts))
-    groups, width = model.transformer["num_query_groups"], model.transformer["kv_channels"]
-    by_group = [p.reshape(groups, -1, width, *p.shape[1:]) for p in parts]
-    return torch.cat(by_group, 1).flatten(0, 2)
-
-
-def split(tensor: Tensor, entry: Names, model: ModelSettings) -> Sequence[Tensor]:
-    """One Megatron tensor to its HF tensors; the inverse of `merge`."""
-    if entry.kind is Kind.PLAIN:
-        return [tensor]
-    if entry.kind is Kind.GLU:
-        return tensor.chunk(2)
-    t = model.transformer
-    groups, width, per_group = (
-        t["num_query_groups"],
-        t["kv_channels"],
-        t["num_attention_heads"] // t["num_query_groups"],
-    )
-    by_group = tensor.view(groups, per_group + 2, width, *tensor.shape[1:])
-    return [part.flatten(0, 2) for part in torch.split(by_group, [per_group, 1, 1], 1)]
-
-
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

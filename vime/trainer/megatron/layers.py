@@ -11,17 +11,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from vime.trainer.megatron.packing import Packed
@@ -64,6 +70,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.cp_group = parallel_state.get_context_parallel_group()
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -79,7 +86,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """Attend.
 
         Args:
-            query: [T, H, D].
+            query: [T, H, D]; under tensor parallel H and G are this rank's heads.
             key, value: [T, G, D].
             attention_mask: unused; the mask is causal within each sequence.
             packed_seq_params: the micro-batch's layout.
@@ -87,6 +94,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """
         packed = packed_seq_params
         query, key = apply_rope(query, packed.cos, packed.sin), apply_rope(key, packed.cos, packed.sin)
+        if packed.split is not None:
+            # One collective for both. Its backward sums each rank's gradients by the keys and values it has.
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
+            key, value = both.chunk(2, -1)
         if packed.place is None:
             out = _varlen(query, key, value, packed, self.softmax_scale)
         else:
@@ -149,11 +160,20 @@ def _rotation(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
-    """torch's kernel for packed sequences; it takes fewer key/value heads than query heads as they are."""
+    """torch's kernel for packed sequences; it takes fewer key/value heads than query heads as they are.
+
+    With fewer queries than keys, its causal mask lets the last query see the last key.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0))
+    cu_q = cu_k = packed.cu_seqlens_q
+    max_q = max_k = packed.max_seqlen_q
+    if (split := packed.split) is not None:
+        assert split.seen is not None, "a micro-batch split for padded attention"
+        # Two chunks of a rank see a key at most, and the sum of two gradients does not depend on their order.
+        k, v = k.index_select(0, split.seen), v.index_select(0, split.seen)
+        cu_q, cu_k, max_q, max_k = split.cu_seqlens_q, split.cu_seqlens_k, split.max_seqlen_q, split.max_seqlen_k
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)  # a tuple only with return_aux
     return out
 
@@ -164,15 +184,36 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
     Padding lies behind each sequence, where the causal mask hides it from every real token.
     """
     assert packed.place is not None, "a micro-batch without a padded layout"
-    q, k, v = (pad_rows(x, packed.place, packed.padded_rows) for x in (q, k, v))
+    split, q_place, q_rows = packed.split, packed.place, packed.padded_rows
+    if split is not None:
+        assert split.place is not None, "a micro-batch split for packed attention"
+        q_place, q_rows = split.place, split.padded_rows
+    q = pad_rows(q, q_place, q_rows)
+    k, v = (pad_rows(x, packed.place, packed.padded_rows) for x in (k, v))
     repeat = q.shape[1] // k.shape[1]
     out = []
-    for block in packed.blocks:
-        rows = slice(block.start, block.start + block.rows * block.length)
-        bq, bk, bv = (x[rows].view(block.rows, block.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, scale=scale, enable_gqa=repeat > 1)
+    for i, block in enumerate(packed.blocks):
+        part = split.blocks[i] if split is not None else None
+        bk, bv = (_rectangle(x, block.start, block.rows, block.length) for x in (k, v))
+        bq = _rectangle(
+            q, *((part.start, block.rows, part.length) if part else (block.start, block.rows, block.length))
+        )
+        o = F.scaled_dot_product_attention(
+            bq,
+            bk,
+            bv,
+            attn_mask=part.mask if part else None,
+            is_causal=part is None,
+            scale=scale,
+            enable_gqa=repeat > 1,
+        )
         out.append(o.transpose(1, 2).flatten(0, 1))
-    return take_rows(torch.cat(out) if len(out) > 1 else out[0], packed.place)
+    return take_rows(torch.cat(out) if len(out) > 1 else out[0], q_place)
+
+
+def _rectangle(x: Tensor, start: int, rows: int, length: int) -> Tensor:
+    """[rows, heads, length, D] view of one block of padded rows."""
+    return x[start : start + rows * length].view(rows, length, *x.shape[1:]).transpose(1, 2)
 
 
 def pad_rows(x: Tensor, place: Tensor, rows: int) -> Tensor:
@@ -247,5 +288,8 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """All decoder layers and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=RMSNorm)
+    """This pipeline stage's decoder layers, and the final norm for the last stage."""
+    layers = [layer_spec(config)] * config.num_layers
+    first = get_transformer_layer_offset(config)
+    mine = layers[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=mine, layer_norm=RMSNorm)

@@ -15,16 +15,42 @@ NO_FUSIONS = (
     "persist_layer_norm",
     "apply_rope_fusion",
 )
+_EVEN_STAGES = "every pipeline stage has the same number of layers"
+_NO_EXPERTS = "no mixture-of-experts family is supported"
+_CONTEXT = "context-parallel ranks split sequences in zigzag and gather keys and values"
 # Field -> the only value that works today, and what to say of it.
 FIXED: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel_size": (1, "ranks are data-parallel only"),
-    "pipeline_model_parallel_size": (1, "ranks are data-parallel only"),
-    "context_parallel_size": (1, "ranks are data-parallel only"),
-    "expert_model_parallel_size": (1, "ranks are data-parallel only"),
-    "expert_tensor_parallel_size": (1, "ranks are data-parallel only"),
-    "virtual_pipeline_model_parallel_size": (None, "ranks are data-parallel only"),
-    "sequence_parallel": (False, "ranks are data-parallel only"),
-    "num_moe_experts": (None, "no mixture-of-experts family is supported"),
+    "virtual_pipeline_model_parallel_size": (
+        None,
+        "each rank trains one stage; megatron-core's default communication of interleaved stages gives wrong gradients",
+    ),
+    **{
+        name: (None, _EVEN_STAGES)
+        for name in (
+            "pipeline_model_parallel_layout",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+    },
+    **{
+        name: (False, _EVEN_STAGES)
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    },
+    "overlap_p2p_comm": (False, "only interleaved stages can overlap their communication"),
+    "use_ring_exchange_p2p": (False, "it needs a PyTorch of NVIDIA's own build"),
+    "defer_embedding_wgrad_compute": (False, "the head computes its gradient with the log-probs, chunk by chunk"),
+    "expert_model_parallel_size": (1, _NO_EXPERTS),
+    "expert_tensor_parallel_size": (1, _NO_EXPERTS),
+    "hierarchical_context_parallel_sizes": (None, _CONTEXT),
+    "hybrid_context_parallel": (False, _CONTEXT),
+    "max_seqlen_per_dp_cp_rank": (None, _CONTEXT),
+    "cp_comm_type": (None, _CONTEXT),
+    "tp_comm_overlap": (False, "it needs transformer-engine"),
+    "distribute_saved_activations": (False, "untried; use --sequence-parallel to spread activations over ranks"),
+    "cpu_offloading": (False, "it needs transformer-engine"),
+    "num_distributed_optimizer_instances": (1, "the optimizer is spread over all data-parallel ranks"),
+    "variable_seq_lengths": (True, "micro-batches are packed and differ in length"),
+    "num_moe_experts": (None, _NO_EXPERTS),
     "mtp_num_layers": (None, "multi-token prediction is not trained"),
     "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
     "fp8": (None, "fp8 needs transformer-engine"),

@@ -6,11 +6,24 @@ they are computed a second time: 4 * C * V bytes instead of 4 * P * V.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """Tensor parallel: each rank has some of the vocabulary, and the sums over it go over the ranks."""
+
+    start: int
+    """The first token this rank's rows stand for."""
+    group: ProcessGroup
 
 
 def chunked_log_probs(
@@ -21,6 +34,7 @@ def chunked_log_probs(
     temperature: float,
     chunk_size: int,
     with_entropy_grad: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of each distribution.
 
@@ -31,10 +45,14 @@ def chunked_log_probs(
         temperature: logits are divided by it, as the engine's sampler does.
         chunk_size: C.
         with_entropy_grad: let gradients flow through the entropy too.
+        shard: where this rank's `weight` lies in the vocabulary; None: it is whole. The gradient by `hidden` is then
+            this rank's share, to be summed over the ranks.
     Returns: log_probs [P] and entropy [P], float32, in nats; entropy is detached without `with_entropy_grad`.
     """
+    if shard is not None:
+        targets = targets - shard.start
     log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_size
+        hidden, weight, targets, temperature, chunk_size, shard.group if shard is not None else None
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
@@ -42,11 +60,17 @@ def chunked_log_probs(
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        values = _fused(_values, hidden)
+        values = _fused(_values, hidden) if group is None else functools.partial(_values_of_shards, group=group)
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = hidden[rows] @ weight.t()
             log_probs[rows], entropy[rows], log_z[rows] = values(logits, targets[rows], temperature)
@@ -56,7 +80,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, entropy, log_z = ctx.saved_tensors
         d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g for g in grads)
         d_hidden = torch.zeros_like(hidden)
@@ -75,7 +99,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             )
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.t() @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 # Logits come in the model's dtype, as in the engine; everything after that is in float32. C rows of V columns.
@@ -87,6 +111,25 @@ def _values(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor
     log_z = x.logsumexp(-1)
     log_p = x - log_z[:, None]
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
+
+
+def _values_of_shards(
+    logits: Tensor, targets: Tensor, temperature: float, *, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_values` of logits whose columns are spread over ranks; a target elsewhere is outside [0, columns).
+
+    Two collectives of a few numbers per position. A rank may have no column at all.
+    """
+    x = logits.float() / temperature
+    mine = x.logsumexp(-1) if x.shape[1] else x.new_full((x.shape[0],), -torch.inf)
+    parts = mine.new_empty(group.size() * len(mine))
+    dist.all_gather_into_tensor(parts, mine, group=group)
+    log_z = parts.view(group.size(), -1).logsumexp(0)
+    log_p = x - log_z[:, None]
+    here = targets[:, None] == torch.arange(x.shape[1], device=x.device)
+    sums = torch.stack([torch.where(here, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)])
+    dist.all_reduce(sums, group=group)
+    return sums[0], sums[1], log_z
 
 
 def _d_logits(

@@ -10,13 +10,18 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from vime.config import TrainConfig
 from vime.models import ModelSettings
+from vime.trainer.megatron import parallel
 from vime.trainer.megatron.layers import block_spec, take_rows
-from vime.trainer.megatron.log_probs import chunked_log_probs
+from vime.trainer.megatron.log_probs import VocabularyShard, chunked_log_probs
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.settings import MegatronSettings
 
@@ -24,8 +29,8 @@ from vime.trainer.megatron.settings import MegatronSettings
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose forward gives log-probs of the wanted tokens, never logits of all of them.
 
-    Positions come with the micro-batch (RoPE is applied in attention), so GPTModel builds none. Set `entropy_grad`
-    when the entropy is part of the loss.
+    A stage before the last gives its hidden states. Positions come with the micro-batch (RoPE is applied in attention),
+    so GPTModel builds none. Set `entropy_grad` when the entropy is part of the loss.
     """
 
     def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int) -> None:
@@ -34,23 +39,39 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             block_spec(settings.transformer),
             settings.padded_vocab_size,
             model.max_position_embeddings,
+            pre_process=parallel.is_first_stage(),
+            post_process=parallel.is_last_stage(),
             position_embedding_type="none",
             share_embeddings_and_output_weights=model.tie_word_embeddings,
         )
-        self.chunk_size, self.true_vocab_size, self.entropy_grad = chunk_size, model.vocab_size, False
+        self.chunk_size, self.entropy_grad = chunk_size, False
+        local_rows = settings.padded_vocab_size // parallel.tp_size()
+        first = parallel.tp_rank() * local_rows
+        self._real_rows = min(max(model.vocab_size - first, 0), local_rows)
+        self._shard = VocabularyShard(first, parallel.tp_group()) if parallel.tp_size() > 1 else None
 
-    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: Packed, **_: Any) -> tuple[Tensor, Tensor]:
+    def _postprocess(
+        self, hidden_states: Tensor, *, packed_seq_params: Packed, **_: Any
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """log_probs [P] and entropy [P], float32, of the micro-batch's wanted tokens."""
+        if not self.post_process:
+            return hidden_states
         packed = packed_seq_params
+        # Each tensor-parallel rank gives its part of the gradient by the hidden states; both ways back sum them.
+        if self.config.sequence_parallel:
+            hidden = take_rows(gather_from_sequence_parallel_region(hidden_states)[:, 0], packed.rows)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(take_rows(hidden_states[:, 0], packed.rows))
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return chunked_log_probs(
-            take_rows(hidden_states[:, 0], packed.rows),
-            weight[: self.true_vocab_size],
+            hidden,
+            weight[: self._real_rows],
             packed.targets,
             temperature=packed.temperature,
             chunk_size=self.chunk_size,
             with_entropy_grad=self.entropy_grad,
+            shard=self._shard,
         )
 
 

@@ -1,10 +1,12 @@
 """A micro-batch as Megatron sees it: sequences end to end, and what attention and the head need to know of them.
 
-T packed tokens, N sequences, P positions whose log-prob is wanted.
+T packed tokens, N sequences, P positions whose log-prob is wanted. Under context parallel T, N and P speak of the part
+of each sequence that this rank has; padding never counts as wanted, and lies behind the tokens that do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from vime.trainer.megatron.context_parallel import Split, gathered_places, local_positions, split_blocks, split_packed
 
 # A bucket's sequences are padded to its longest; a new bucket starts where padding would exceed this share. More
 # buckets mean more, smaller attention calls: on the CPU a call costs about as much as a few hundred padded tokens.
@@ -38,7 +42,10 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     blocks: tuple[Block, ...] = ()
     padded_rows: int = 0
     place: Tensor | None = None
-    """[T] int64: where each token lies in the padded layout. None where attention works on packed sequences."""
+    """[T of all ranks] int64: where each key lies in the padded layout. None where attention works on packed sequences.
+    """
+    split: Split | None = None
+    """Context parallel: which queries are this rank's."""
     cos: Tensor = None  # type: ignore[assignment]
     """[T, 1, head_dim / 2], computed in float32 and then rounded to the model's dtype, as HF does."""
     sin: Tensor = None  # type: ignore[assignment]
@@ -59,6 +66,11 @@ class Layout:
     """The model's."""
     padded: bool
     """Lay out padded blocks, for attention kernels that cannot take packed sequences."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    """Context-parallel ranks: each has two chunks of every sequence."""
+    multiple: int = 1
+    """T is padded to a multiple of this: the tensor-parallel size where sequence parallel splits T over its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +110,73 @@ def pack(
     """
     if not samples:
         tokens, cu_seqlens, samples, wanted_mask = tokens[:1], np.array([0, 1]), [0], np.zeros(1, dtype=np.bool_)
-    device = layout.inv_freq.device
+    device, cp_size = layout.inv_freq.device, layout.cp_size
     starts, ends = cu_seqlens[list(samples)], cu_seqlens[[i + 1 for i in samples]]
-    lengths = ends - starts
-    cu = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
-    source = positions + np.repeat(starts, lengths)  # [T] where each packed token comes from
-    mask = wanted_mask[source]
-    if bad := np.flatnonzero(mask & (positions == 0)).size:
+    if bad := int(wanted_mask[starts].sum()):
         raise ValueError(f"{bad} samples want a log-prob of their first token, which nothing predicts")
-    rows = np.flatnonzero(mask)
-    cu_device = torch.from_numpy(cu.astype(np.int32)).to(device)
-    longest = int(lengths.max())
+    real, lengths = _padded_lengths(ends - starts, layout)
+    filler = np.zeros(len(lengths) - len(starts), dtype=np.int64)
+    starts, numbers = np.append(starts, filler), np.append(np.asarray(samples, dtype=np.int64), filler)
+    local = lengths // cp_size
+    positions = local_positions(lengths, layout.cp_rank, cp_size)
+    source = positions + np.repeat(starts, local)  # [T] where each packed token comes from, unless it is padding
+    left = np.repeat(real, local) - positions  # tokens from here to the sequence's end; none where this is padding
+    ids = np.where(left > 0, tokens[np.minimum(source, len(tokens) - 1)], 0)
+    follows = left > 1  # the sequence has a next token
+    rows = np.flatnonzero(follows & wanted_mask[np.where(follows, source + 1, 0)])
+    wanted = source[rows] + 1
+    cu_device = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
     position_ids = torch.from_numpy(positions).to(device)
     angles = position_ids[:, None].float() * layout.inv_freq
     packed = Packed(
         qkv_format="thd",
         cu_seqlens_q=cu_device,
         cu_seqlens_kv=cu_device,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(lengths.max()),
         cos=angles.cos()[:, None].to(layout.dtype),
         sin=angles.sin()[:, None].to(layout.dtype),
-        rows=torch.from_numpy(rows - 1).to(device),
-        targets=torch.from_numpy(tokens[source[rows]].astype(np.int64)).to(device),
+        rows=torch.from_numpy(rows).to(device),
+        targets=torch.from_numpy(tokens[wanted].astype(np.int64)).to(device),
         temperature=temperature,
     )
-    if layout.padded:
-        packed.blocks, place = _blocks(lengths)
-        packed.padded_rows = sum(b.rows * b.length for b in packed.blocks)
-        packed.place = torch.from_numpy(place).to(device)
+    _lay_out_attention(packed, lengths, layout)
     return MicroBatch(
-        input_ids=torch.from_numpy(tokens[source].astype(np.int64)).to(device)[None],
+        input_ids=torch.from_numpy(ids.astype(np.int64)).to(device)[None],
         position_ids=position_ids[None],
         packed=packed,
-        wanted=source[rows],
-        samples=np.repeat(np.asarray(samples, dtype=np.int64), lengths)[rows],
+        wanted=wanted,
+        samples=np.repeat(numbers, local)[rows],
     )
+
+
+def _padded_lengths(
+    lengths: npt.NDArray[np.int64], layout: Layout
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Real and padded lengths of the sequences; the last may be padding alone, to fill up T."""
+    unit = 2 * layout.cp_size if layout.cp_size > 1 else 1
+    padded = -(-lengths // unit) * unit
+    if rest := -int(padded.sum()) % math.lcm(unit, layout.cp_size * layout.multiple):
+        return np.append(lengths, 0), np.append(padded, rest)
+    return lengths, padded
+
+
+def _lay_out_attention(packed: Packed, lengths: npt.NDArray[np.int64], layout: Layout) -> None:
+    """What the attention kernel in use needs to know of the sequences."""
+    rank, size, device = layout.cp_rank, layout.cp_size, layout.inv_freq.device
+    if not layout.padded:
+        packed.split = split_packed(lengths, rank, size, device) if size > 1 else None
+        return
+    packed.blocks, first_row = _blocks(lengths)
+    packed.padded_rows = sum(b.rows * b.length for b in packed.blocks)
+    packed.place = torch.from_numpy(gathered_places(lengths, first_row, size)).to(device)
+    if size > 1:
+        blocks = [(b.start, b.rows, b.length) for b in packed.blocks]
+        packed.split = split_blocks(lengths, blocks, first_row, rank, size, device)
 
 
 def _blocks(lengths: npt.NDArray[np.int64]) -> tuple[tuple[Block, ...], npt.NDArray[np.int64]]:
-    """Blocks of similar lengths, and [T] where each packed token lies in them."""
+    """Blocks of similar lengths, and [N] where each sequence starts in them."""
     order = np.argsort(-lengths, kind="stable")
     blocks: list[Block] = []
     first_row = np.empty(len(lengths), dtype=np.int64)
@@ -155,6 +193,4 @@ def _blocks(lengths: npt.NDArray[np.int64]) -> tuple[tuple[Block, ...], npt.NDAr
             begin, real = k, 0
         if i >= 0:
             real += int(lengths[i])
-    cu = np.concatenate([[0], np.cumsum(lengths)])
-    within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
-    return tuple(blocks), np.repeat(first_row, lengths) + within
+    return tuple(blocks), first_row

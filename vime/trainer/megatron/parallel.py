@@ -1,28 +1,53 @@
-"""Process groups: torch.distributed, then Megatron's division of the ranks."""
+"""Process groups: torch.distributed, then Megatron's division of the ranks, and what each rank is in it.
+
+Neighbouring ranks are tensor-parallel, then come context, data and pipeline: rank 0 is the first of every dimension.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from vime.config.parallel import ParallelSizes
 
 
-def start(*, backend: str, init_method: str, rank: int, world_size: int, timeout_minutes: int, seed: int) -> None:
-    """Join the other ranks; all of them are data-parallel.
+def start(
+    *,
+    backend: str,
+    init_method: str,
+    rank: int,
+    world_size: int,
+    timeout_minutes: int,
+    seed: int,
+    sizes: ParallelSizes = ParallelSizes(),  # noqa: B008 - frozen
+) -> None:
+    """Join the other ranks.
 
-    Args: seed: of Megatron's random streams and of the model's fresh weights; equal on all ranks.
+    Args:
+        seed: of Megatron's random streams and of the model's fresh weights; equal on all ranks. Pipeline stages and
+            tensor-parallel ranks draw differently, data- and context-parallel ranks alike.
+        sizes: of the parallel dimensions.
     """
     if dist.is_initialized():
         raise RuntimeError("this process already belongs to a trainer; close it first")
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        distributed_timeout_minutes=timeout_minutes, create_gloo_process_groups=False
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,
     )
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    stage_seed = seed + 100 * pp_rank()  # as Megatron-LM spaces them
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
 
 
 def stop() -> None:
@@ -30,6 +55,11 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of all ranks."""
+    return dist.get_world_size()
 
 
 def dp_rank() -> int:
@@ -42,12 +72,90 @@ def dp_size() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def sum_over_dp(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over data-parallel ranks, in place."""
-    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+def tp_rank() -> int:
+    """This rank's number among the tensor-parallel ranks."""
+    return int(parallel_state.get_tensor_model_parallel_rank())
+
+
+def tp_size() -> int:
+    """Number of tensor-parallel ranks."""
+    return int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def tp_group() -> ProcessGroup:
+    """The ranks that hold the other parts of this rank's tensors."""
+    group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def cp_rank() -> int:
+    """This rank's number among the context-parallel ranks."""
+    return int(parallel_state.get_context_parallel_rank())
+
+
+def cp_size() -> int:
+    """Number of context-parallel ranks."""
+    return int(parallel_state.get_context_parallel_world_size())
+
+
+def cp_group() -> ProcessGroup:
+    """The ranks that hold the other parts of this rank's sequences."""
+    group: ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
+
+
+def pp_rank() -> int:
+    """This rank's pipeline stage."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def pp_size() -> int:
+    """Number of pipeline stages."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def pp_group() -> ProcessGroup:
+    """The ranks that hold the other stages of this rank's layers."""
+    group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    return group
+
+
+def is_first_stage() -> bool:
+    """Whether this rank holds the embedding."""
+    return pp_rank() == 0
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the head, and so computes log-probs and losses."""
+    return pp_rank() == pp_size() - 1
+
+
+def counts() -> bool:
+    """Whether this rank's log-probs and losses count; its tensor-parallel neighbours compute the same once more."""
+    return is_last_stage() and tp_rank() == 0
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
     return tensor
 
 
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()
+
+
+def describe(ranks: Sequence[int]) -> str:
+    """Ranks in words, with their place in each dimension that has more than one rank, for errors."""
+    return ", ".join(_describe(rank) for rank in ranks)
+
+
+def _describe(rank: int) -> str:
+    place, rest = [], rank
+    for name, size in (("tensor", tp_size()), ("context", cp_size()), ("data", dp_size()), ("pipeline", pp_size())):
+        rest, at = divmod(rest, size)
+        if size > 1:
+            place.append(f"{name} {at}")
+    return f"rank {rank} ({', '.join(place)})" if place else f"rank {rank}"

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.models import ModelSettings
 from vime.trainer.megatron.limits import NO_FUSIONS, limits
@@ -27,6 +28,7 @@ class MegatronSettings:
     transformer: TransformerConfig
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
+    sizes: ParallelSizes
     padded_vocab_size: int
 
     @property
@@ -36,18 +38,23 @@ class MegatronSettings:
         return dtype
 
 
-def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, device_type: str) -> MegatronSettings:
+def megatron_settings(
+    model: ModelSettings, overrides: Mapping[str, Any], *, device_type: str, world_size: int = 1
+) -> MegatronSettings:
     """Megatron's config objects.
 
     Args:
         model: the checkpoint's own settings.
         overrides: the user's, by field name; each must be a field of one of the three objects, or of the checkpoint.
         device_type: "cpu" or "cuda".
+        world_size: training ranks.
     Raises: ConfigError listing every override that is unknown, cannot be done, or contradicts the checkpoint.
     """
     rest = dict(overrides)
     problems = _pop_checkpoint_facts(model, rest)
-    multiple = rest.pop("make_vocab_size_divisible_by", 1)
+    sizes = parallel_sizes(overrides)
+    problems += sizes.problems(world_size, model.transformer)
+    multiple = rest.pop("make_vocab_size_divisible_by", 1) * sizes.tensor
     dtype = _dtype(model, rest, problems)
     bf16 = dtype == torch.bfloat16
     for name, (value, reason) in limits(overrides).items():
@@ -74,6 +81,9 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
         "pipeline_dtype": dtype,
         "use_cpu_initialization": device_type == "cpu",
         "calculate_per_token_loss": True,
+        # Pipeline stages tell each other how long a micro-batch is; megatron-core accepts it with this dispatcher only.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
         **dict.fromkeys(NO_FUSIONS, False),
         **dict.fromkeys(_COMPILED_FUSIONS, device_type == "cuda"),
         **pick(TransformerConfig),
@@ -84,6 +94,7 @@ def megatron_settings(model: ModelSettings, overrides: Mapping[str, Any], *, dev
         ddp=DistributedDataParallelConfig(
             **{"grad_reduce_in_fp32": True, **pick(DistributedDataParallelConfig), **shared}
         ),
+        sizes=sizes,
         padded_vocab_size=-(-model.vocab_size // multiple) * multiple,
     )
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from vime.algo.kl import kl_estimate
@@ -23,6 +23,7 @@ from vime.algo.policy_loss import ppo_clip_loss
 from vime.config import AlgoConfig
 from vime.errors import TrainingError
 from vime.trainer.megatron import parallel
+from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.packing import MicroBatch
 from vime.types import TrainBatch
@@ -51,7 +52,7 @@ class StepResult:
     learning_rate: float
     """Of this update."""
     log_probs: Tensor
-    """[tokens of this rank's micro-batches] float32, from before the update, on the device."""
+    """[wanted tokens whose log-probs this rank computed] float32, from before the update, on the device."""
     wanted: npt.NDArray[np.int64]
     """Their positions in the batch."""
 
@@ -84,21 +85,14 @@ def train_step(
         def loss(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             result = _micro_loss(out[0], out[1], micro, batch, columns, algo)
             results.append(result)
-            return result.loss, _ZERO_TOKENS, {}
+            return result.loss, ZERO_TOKENS, {}
 
         return output, loss
 
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=micro_batches,
-        model=[policy.ddp],
-        num_microbatches=num_micro_batches,
-        seq_length=1,  # read by pipeline schedules only
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    finalize_model_grads([policy.ddp])  # sums over data-parallel ranks; no divisor, see Settings
-    sums = _reduce(torch.stack([r.sums for r in results]).sum(0), where)
+    run_schedule(forward, micro_batches, policy.ddp, num_micro_batches, forward_only=False)
+    device = torch.device(torch.cuda.current_device())
+    sums = _reduce(policy, sum((r.sums for r in results), torch.zeros(len(SUMS), device=device)), where)
+    finalize_model_grads([policy.ddp])  # sums over data- and context-parallel ranks; no divisor, see Settings
     grad_norm = _update(policy, where)
     learning_rate = float(policy.optimizer.param_groups[0]["lr"])
     policy.scheduler.step(increment=1)
@@ -106,8 +100,8 @@ def train_step(
         sums=sums,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
-        log_probs=torch.cat([r.log_probs for r in results]),
-        wanted=np.concatenate([r.wanted for r in results]),
+        log_probs=torch.cat([r.log_probs for r in results]) if results else torch.empty(0),
+        wanted=np.concatenate([r.wanted for r in results]) if results else np.empty(0, dtype=np.int64),
     )
 
 
@@ -117,10 +111,6 @@ class _MicroResult:
     sums: Tensor
     log_probs: Tensor
     wanted: npt.NDArray[np.int64]
-
-
-# Megatron's schedules want a token count to divide gradients by; ours are not divided.
-_ZERO_TOKENS = torch.tensor(0, dtype=torch.int)
 
 
 def _micro_loss(
@@ -162,17 +152,40 @@ def _micro_loss(
     return _MicroResult(loss, sums, detached, micro.wanted)
 
 
-def _reduce(sums: Tensor, where: str) -> dict[str, float]:
-    """Sum over data-parallel ranks. Raises: TrainingError on every rank, naming the ranks with a bad loss."""
-    bad = torch.zeros(parallel.dp_size(), dtype=sums.dtype, device=sums.device)
-    bad[parallel.dp_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
-    total = parallel.sum_over_dp(torch.cat([torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0), bad])).tolist()
-    if ranks := [rank for rank, flag in enumerate(total[len(SUMS) :]) if flag]:
+def _reduce(policy: Policy, sums: Tensor, where: str) -> dict[str, float]:
+    """The sums over all ranks, once every rank's loss and own gradient are known to be finite.
+
+    Looked at before gradients are summed over ranks, when the rank of a bad one can still be named. One collective
+    tells all ranks, so that all stop.
+
+    Raises: TrainingError on every rank, naming the ranks with a bad loss or gradient.
+    """
+    ranks = parallel.world_size()
+    bad = torch.zeros(2, ranks, dtype=sums.dtype, device=sums.device)
+    bad[0, dist.get_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
+    if not policy.ddp.ddp_config.overlap_grad_reduce:  # which has summed them already
+        bad[1, dist.get_rank()] = _has_bad_grads(policy)
+    mine = torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0) if parallel.counts() else torch.zeros_like(sums)
+    total = parallel.sum_over_ranks(torch.cat([mine, bad.flatten()])).tolist()
+    flags = total[len(SUMS) :]
+    if found := _marked(flags[:ranks]):
         raise TrainingError(
-            f"the loss is not finite on data-parallel rank {_join(ranks)}, {where}; no update was made. Look at that "
+            f"the loss is not finite on {parallel.describe(found)}, {where}; no update was made. Look at that "
             "rollout's log-probs and advantages, or lower --lr"
         )
+    if found := _marked(flags[ranks:]):
+        raise TrainingError(
+            f"the gradient is not finite on {parallel.describe(found)}, {where}; no update was made. Lower --lr or "
+            "--clip-grad, or look at that rollout's log-probs and advantages"
+        )
     return dict(zip(SUMS, total[: len(SUMS)], strict=True))
+
+
+def _has_bad_grads(policy: Policy) -> Tensor:
+    """1 if a gradient of this rank is not finite, else 0. A sum shows it and needs no memory of the gradients' size."""
+    buffers = (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)
+    total = torch.stack([b.grad_data.sum(dtype=torch.float32) for b in buffers]).sum()
+    return (~torch.isfinite(total)).to(torch.float32)
 
 
 def _update(policy: Policy, where: str) -> float:
@@ -184,10 +197,10 @@ def _update(policy: Policy, where: str) -> float:
     if optimizer.prepare_grads():
         raise TrainingError(f"the gradient overflowed, {where}; no update was made")
     norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    if not math.isfinite(norm):  # on all ranks: the norm is of all their gradients
         raise TrainingError(
-            f"the gradient norm is {norm} on data-parallel rank {_join(_ranks_with_bad_grads(policy))}, {where}; no "
-            "update was made. Lower --lr or --clip-grad, or look at that rollout's log-probs and advantages"
+            f"the gradient norm is {norm}, {where}; no update was made. Lower --lr or --clip-grad, or look at that "
+            "rollout's log-probs and advantages"
         )
     if optimizer.config.clip_grad > 0.0:
         optimizer.clip_grad_norm(optimizer.config.clip_grad)
@@ -196,14 +209,5 @@ def _update(policy: Policy, where: str) -> float:
     return norm
 
 
-def _ranks_with_bad_grads(policy: Policy) -> Sequence[int]:
-    """The ranks whose share of the summed gradient is not finite."""
-    bad = torch.zeros(parallel.dp_size())
-    grads = [p.grad for p in policy.optimizer.get_parameters() if p.grad is not None]
-    bad[parallel.dp_rank()] = float(not all(bool(torch.isfinite(g).all()) for g in grads))
-    flags = parallel.sum_over_dp(bad.cuda()).tolist()
+def _marked(flags: Sequence[float]) -> list[int]:
     return [rank for rank, flag in enumerate(flags) if flag]
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

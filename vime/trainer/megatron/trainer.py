@@ -26,6 +26,7 @@ from vime.trainer.megatron import (
     checkpoint,
     cpu_shims,
     fixes,
+    forward,
     hf_io,
     layers,
     model,
@@ -33,6 +34,7 @@ from vime.trainer.megatron import (
     packing,
     parallel,
     settings,
+    shards,
     train_step,
 )
 from vime.types import Metrics, PolicyVersion, TrainBatch
@@ -75,7 +77,9 @@ class MegatronTrainer:
         family = family_of(hf)
         self._model = family.settings(hf)
         self._names = family.name_map(self._model)
-        self._settings = settings.megatron_settings(self._model, config.megatron, device_type=platform.device_type)
+        self._settings = settings.megatron_settings(
+            self._model, config.megatron, device_type=platform.device_type, world_size=world_size
+        )
         if platform.device_type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         parallel.start(
@@ -85,6 +89,7 @@ class MegatronTrainer:
             world_size=world_size,
             timeout_minutes=config.train.distributed_timeout_minutes,
             seed=config.train.seed,
+            sizes=self._settings.sizes,
         )
         try:
             self._build(total_steps)
@@ -98,6 +103,7 @@ class MegatronTrainer:
         device = torch.device(torch.cuda.current_device())
         module, wrapped = model.build_module(self._model, self._settings, chunk_size=train.log_probs_chunk_size)
         hf_io.load_hf(module, self._source, self._names, self._model)
+        self._homes = shards.homes(module, self._names, self._model)
         module.entropy_grad = self._config.algo.entropy_coef != 0
         self._policy = model.build_policy(module, wrapped, self._settings, train, total_steps=total_steps)
         self._forward: torch.nn.Module = wrapped
@@ -105,6 +111,9 @@ class MegatronTrainer:
         self._offloader = offload.Offloader()
         self._layout = packing.Layout(
             inv_freq=model.inverse_frequencies(self._model, device),
+            cp_rank=parallel.cp_rank(),
+            cp_size=parallel.cp_size(),
+            multiple=parallel.tp_size() if self._settings.sizes.sequence_parallel else 1,
             dtype=self._settings.dtype,
             padded=not layers.uses_varlen_kernel(
                 self._platform.device_type, self._settings.dtype, self._model.transformer["kv_channels"]
@@ -146,9 +155,9 @@ class MegatronTrainer:
         cu = np.concatenate([[0], np.cumsum(lengths)])
         wanted = np.ones(len(tokens), dtype=np.bool_)
         wanted[cu[:-1]] = False
-        out = np.full(len(tokens), NOT_A_NUMBER)
-        for i in range(len(sequences)):
-            self._forward_only(self._forward, tokens, cu, [(i,)], wanted, 1.0, out)
+        alone = [(i,) for i in range(len(sequences))]
+        # Every data-parallel rank computes them all.
+        out = self._forward_only(self._forward, tokens, cu, alone, wanted, 1.0, counts=parallel.dp_rank() == 0)
         return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
 
     def _batch_log_probs(
@@ -158,19 +167,9 @@ class MegatronTrainer:
         mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
             mine = _repack(mine, batch, limit)
-        out = np.zeros(len(batch.tokens), dtype=np.float32)
         temperature = self._config.rollout.rollout_temperature
-        self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature, out)
-        return self._share(out, wanted)
+        return self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature)
 
-    def _share(self, values: npt.NDArray[np.float32], wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-        """Each rank's own values, zero elsewhere, to all values on all ranks; NaN where not wanted."""
-        if parallel.dp_size() > 1:
-            device = self._layout.inv_freq.device
-            values = parallel.sum_over_dp(torch.from_numpy(values).to(device)).cpu().numpy()
-        return np.where(wanted, values, NOT_A_NUMBER)
-
-    @torch.no_grad()
     def _forward_only(
         self,
         model: torch.nn.Module,
@@ -179,17 +178,33 @@ class MegatronTrainer:
         micro_batches: Sequence[Sequence[int]],
         wanted: npt.NDArray[np.bool_],
         temperature: float,
-        out: npt.NDArray[np.float32],
-    ) -> None:
-        """Write the wanted tokens' log-probs into `out`, at their positions."""
-        results: list[Tensor] = []
-        places: list[npt.NDArray[np.int64]] = []
-        for samples in micro_batches:
-            micro = packing.pack(tokens, cu_seqlens, samples, wanted, layout=self._layout, temperature=temperature)
-            results.append(model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0])
-            places.append(micro.wanted)
-        if results:
-            out[np.concatenate(places)] = torch.cat(results).cpu().numpy()
+        *,
+        counts: bool = True,
+    ) -> npt.NDArray[np.float32]:
+        """[T] on every rank: log-probs that each computed of its own micro-batches, where it counts."""
+        packed = (
+            packing.pack(tokens, cu_seqlens, samples, wanted, layout=self._layout, temperature=temperature)
+            for samples in micro_batches
+        )
+        log_probs, places = forward.forward_log_probs(model, packed, len(micro_batches))
+        return self._share(log_probs, places, wanted, counts=counts)
+
+    def _share(
+        self,
+        values: npt.NDArray[np.float32],
+        places: npt.NDArray[np.int64],
+        wanted: npt.NDArray[np.bool_],
+        *,
+        counts: bool = True,
+    ) -> npt.NDArray[np.float32]:
+        """[T] of each rank's values at their places, on every rank; NaN where not wanted."""
+        out = np.zeros(len(wanted), dtype=np.float32)
+        if counts and parallel.counts():
+            out[places] = values
+        if parallel.world_size() > 1:
+            device = self._layout.inv_freq.device
+            out = parallel.sum_over_ranks(torch.from_numpy(out).to(device)).cpu().numpy()
+        return np.where(wanted, out, NOT_A_NUMBER)
 
     # Training
 
@@ -261,9 +276,7 @@ class MegatronTrainer:
     ) -> Metrics:
         """How far the engine's log-probs are from the trainer's, before the first update on this rollout."""
         if old is None:
-            mine = np.zeros(len(batch.tokens), dtype=np.float32)
-            mine[first.wanted] = first.log_probs.cpu().numpy()
-            old = self._share(mine, mask)
+            old = self._share(first.log_probs.cpu().numpy(), first.wanted, mask)
         trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
         num = len(np.unique(batch.trajectory_ids))
         diff = log_prob_abs_diff(old, batch.rollout_log_probs, mask, trajectories, num)
@@ -289,10 +302,13 @@ class MegatronTrainer:
         """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
         if self._rank == 0:
             hf_io.export_hf(self._hf_tensors(), self._source, Path(path), dtype=self._settings.dtype)
+        else:
+            for _ in self._hf_tensors():
+                pass  # hands rank 0 its parts
         parallel.barrier()
 
     def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_io.hf_tensors(self._policy.module, self._names, self._model)
+        return shards.hf_tensors(self._policy.module, self._names, self._model, self._homes)
 
     # Checkpoints and the device
 

@@ -1,0 +1,162 @@
+"""Which rank holds which part of which tensor, and tensors put together from their parts.
+
+Tensor-parallel ranks hold equal cuts of most tensors; pipeline stages hold some layers each; context- and data-parallel
+ranks hold copies. What is gathered goes to rank 0, HF tensor by HF tensor, so that no rank ever holds a whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.models import Kind, ModelSettings, NameMap, Names
+from vime.trainer.megatron import parallel
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows are tokens, and may be padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a Megatron tensor lives, and the HF tensors it makes."""
+
+    stage: int
+    cut: int | None
+    """The dimension along which tensor-parallel ranks cut each of its HF tensors; None: all have the whole."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its HF tensors, whole."""
+    dtype: torch.dtype
+
+
+def named_parameters(module: torch.nn.Module, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters by the name they have in the whole model, layers counted over all stages.
+
+    The last of several stages has a copy of a tied embedding as its head; it comes under the embedding's name.
+    """
+    layers = {i: layer.layer_number - 1 for i, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr, arg-type]
+    for name, parameter in module.named_parameters():
+        name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])]}.", name)
+        yield VOCABULARY[0] if tied and name == VOCABULARY[1] else name, parameter
+
+
+def cut_of(parameter: Tensor, kind: Kind) -> int | None:
+    """The dimension along which tensor-parallel ranks cut the HF tensors of a parameter; None: they have copies."""
+    if parallel.tp_size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    assert kind is Kind.PLAIN or dim == 0, f"a {kind} tensor cut along {dim}"
+    return dim
+
+
+def homes(module: torch.nn.Module, names: NameMap, model: ModelSettings) -> dict[str, Home]:
+    """The home of every Megatron tensor of the whole model. Collective."""
+    mine = {}
+    for name, parameter in named_parameters(module, tied=model.tie_word_embeddings):
+        entry = names.to_hf(name)
+        cut = cut_of(parameter, entry.kind)
+        shapes = [list(part.shape) for part in split(parameter.detach(), entry, model)]
+        for shape in shapes:
+            if cut is not None:
+                shape[cut] *= parallel.tp_size()
+            if name in VOCABULARY:
+                shape[0] = model.vocab_size
+        mine[name] = Home(parallel.pp_rank(), cut, tuple(map(tuple, shapes)), parameter.dtype)
+    if parallel.pp_size() == 1:
+        return mine
+    stages: list[dict[str, Home]] = [{} for _ in range(parallel.pp_size())]
+    dist.all_gather_object(stages, mine, group=parallel.pp_group())
+    return {name: home for stage in reversed(stages) for name, home in stage.items()}  # the first stage's word counts
+
+
+@torch.no_grad()
+def hf_tensors(
+    module: torch.nn.Module, names: NameMap, model: ModelSettings, where: Mapping[str, Home]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of the whole model, in the name table's order: on rank 0 its values, elsewhere its outline.
+
+    An outline is on torch's "meta" device: shape and dtype without contents. Collective: all ranks must go on to the
+    end, at the same pace. At most one tensor is a copy at a time.
+
+    Args: where: as `homes` gives it.
+    """
+    parameters = dict(named_parameters(module, tied=model.tie_word_embeddings))
+    for name in names.megatron_names():
+        home, entry = where[name], names.to_hf(name)
+        parts: Sequence[Tensor | None] = [None] * len(entry.hf)
+        if home.stage == parallel.pp_rank():
+            parts = split(parameters[name].detach(), entry, model)
+        for hf_name, part, shape in zip(entry.hf, parts, home.shapes, strict=True):
+            whole = _collect(part, home, shape)
+            # Views of padded rows are cut last: only the rank that has the whole knows where it ends.
+            yield hf_name, whole[: shape[0]] if name in VOCABULARY else whole
+
+
+def _collect(part: Tensor | None, home: Home, shape: Sequence[int]) -> Tensor:
+    """The whole tensor on rank 0, its outline elsewhere. Args: part: this rank's cut, on the tensor's own stage."""
+    outline = torch.empty(shape, dtype=home.dtype, device="meta")
+    if parallel.dp_rank() or parallel.cp_rank():
+        return outline  # these have copies
+    whole = part
+    if part is not None and home.cut is not None:
+        whole = _gather(part, home.cut)
+    if parallel.tp_rank():
+        return outline
+    if home.stage:
+        first = dist.get_process_group_ranks(parallel.pp_group())[0]
+        if whole is not None:
+            dist.send(whole[: shape[0]].contiguous(), dst=first, group=parallel.pp_group())
+        elif parallel.pp_rank() == 0:
+            whole = torch.empty(shape, dtype=home.dtype, device=torch.cuda.current_device())
+            source = dist.get_process_group_ranks(parallel.pp_group())[home.stage]
+            dist.recv(whole, src=source, group=parallel.pp_group())
+    if parallel.pp_rank():
+        return outline
+    assert whole is not None, "rank 0 has neither the tensor nor whom to get it from"
+    return whole
+
+
+def _gather(part: Tensor, dim: int) -> Tensor | None:
+    """The parts of all tensor-parallel ranks, one behind the other, on the first of them."""
+    group = parallel.tp_group()
+    first = dist.get_process_group_ranks(group)[0]
+    part = part.contiguous()
+    if parallel.tp_rank():
+        dist.gather(part, dst=first, group=group)
+        return None
+    parts = [torch.empty_like(part) for _ in range(parallel.tp_size())]
+    dist.gather(part, parts, dst=first, group=group)
+    return torch.cat(parts, dim)
+
+
+def merge(parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> Tensor:
+    """HF tensors to one Megatron tensor; cuts of them to the same cut of it.
+
+    Raises: ValueError if their shapes do not go together.
+    """
+    if kind is Kind.PLAIN:
+        return parts[0]
+    if kind is Kind.GLU:
+        return torch.cat(list(parts))
+    width = model.transformer["kv_channels"]
+    groups = parts[1].shape[0] // width
+    if any(not groups or p.shape[0] % (groups * width) for p in parts):
+        raise ValueError("query, key and value rows do not form groups of heads")
+    by_group = [p.reshape(groups, -1, width, *p.shape[1:]) for p in parts]
+    return torch.cat(by_group, 1).flatten(0, 2)
+
+
+def split(tensor: Tensor, entry: Names, model: ModelSettings) -> Sequence[Tensor]:
+    """One Megatron tensor to its HF tensors, or a cut of it to cuts of them; the inverse of `merge`."""
+    if entry.kind is Kind.PLAIN:
+        return [tensor]
+    if entry.kind is Kind.GLU:
+        return tensor.chunk(2)
+    t = model.transformer
+    width, per_group = t["kv_channels"], t["num_attention_heads"] // t["num_query_groups"]
+    by_group = tensor.view(-1, per_group + 2, width, *tensor.shape[1:])
+    return [part.flatten(0, 2) for part in torch.split(by_group, [per_group, 1, 1], 1)]
