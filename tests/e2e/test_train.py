@@ -30,7 +30,7 @@ def finished(
     output = run_train(
         *grpo_flags,
         *("--run-dir", str(folder), "--num-rollout", "3", "--eval-interval", "2", "--rollout-num-gpus", "2"),
-        *("--use-kl-loss", "--kl-loss-coef", "0.01", "--use-tensorboard"),
+        *("--use-kl-loss", "--kl-loss-coef", "0.01", "--use-tensorboard", "--trace"),
         *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--save-hf", str(folder / "hf")),
     )
     return folder, output
@@ -48,6 +48,38 @@ def test_every_step_reports_agreement_and_times_that_add_up(finished: tuple[Path
         assert row["train/policy_version"] == row["step"] + 1
         assert row["train/kl_loss"] >= 0
     assert [row["step"] for row in rows if "eval/heldout" in row] == [-1, 1, 2]
+
+
+def test_every_step_says_how_busy_engines_and_trainer_were(finished: tuple[Path, str]) -> None:
+    for row in metrics_of(finished[0])[1:]:
+        for name in ("perf/trainer_compute_ratio", "perf/engine_busy_ratio", "perf/wait_time_ratio"):
+            assert 0 < row[name] < 1, name
+        for name in ("queue", "prefill", "decode", "first_token", "total"):
+            assert 0 <= row[f"perf/request_latency/{name}"] < row["perf/step_time"], name
+        assert row["perf/tokens_per_gpu_per_sec"] >= row["perf/effective_tokens_per_gpu_per_sec"] > 0
+        assert row["perf/actor_train_tflops"] > 0 and row["perf/actor_train_tok_per_s"] > 0
+        assert row["memory/driver_rss_bytes"] > 1e8 < row["memory/trainer_rss_bytes"]
+        assert row["staleness/max"] == 0
+        times = row["perf/step_time"] - row.get("perf/eval_time", 0.0) - row.get("perf/save_model_time", 0.0)
+        assert row["perf/step_time_without_eval_and_save"] == pytest.approx(times)
+
+
+def test_the_trace_has_stages_ranks_engines_and_samples_on_one_clock(finished: tuple[Path, str]) -> None:
+    events = json.loads((finished[0] / "trace_000000.json").read_text())
+    spans = [e for e in events if e["ph"] == "X"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert set(processes.values()) == {"loop", "trainer", "engines", "samples", "held-out samples"}
+
+    def of(process: str, name: str) -> list[dict[str, Any]]:
+        return [e for e in spans if processes[e["pid"]] == process and e["name"] == name]
+
+    assert len(of("loop", "step")) == 4 and len(of("samples", "generate")) == 3 * 8 * 4 == len(of("samples", "reward"))
+    assert {e["tid"] for e in of("engines", "commit")} == {1, 101}, "two engines"
+    for inner, outer in (
+        (of("trainer", "actor_train"), of("loop", "train")),
+        (of("samples", "generate"), of("loop", "rollout")),
+    ):
+        assert all(any(o["ts"] <= i["ts"] and i["ts"] + i["dur"] <= o["ts"] + o["dur"] for o in outer) for i in inner)
 
 
 def test_the_run_folder_holds_settings_versions_rollouts_and_events(finished: tuple[Path, str]) -> None:

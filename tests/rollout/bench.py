@@ -70,4 +70,5 @@ def ids(result: RolloutResult) -> list[int]:
 
 
 def contents(groups: list[Group]) -> list[Any]:
-    return [sample_to_json(sample) for group in groups for sample in group.samples]
+    """All of it but when it happened."""
+    return [sample_to_json(sample) | {"trace": []} for group in groups for sample in group.samples]

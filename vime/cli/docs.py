@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from vime.cli.flag import Flag
 from vime.cli.vime_flags import section_classes, vime_flags
 from vime.observability.metrics import as_markdown
 
+_COMING_FROM = "coming_from_slime_and_vime.md"
+_BEGIN, _END = "<!-- generated from upstream_flags.yaml: begin -->", "<!-- generated: end -->"
 _INTRODUCTION = """\
 # Settings
 
@@ -47,15 +51,47 @@ def configuration_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def pages() -> dict[str, str]:
-    """Every generated page: name of its file in docs/ -> text."""
-    return {"configuration.md": configuration_page(), "metrics.md": as_markdown()}
+def upstream_table(flags: Mapping[str, Mapping[str, Any]]) -> str:
+    """Each of upstream's flags, and what it is here.
+
+    Args: flags: docs/upstream_flags.yaml: heading -> flag -> what is to be said of it.
+    """
+    ours = vime_flags()
+    lines: list[str] = []
+    for heading, entries in flags.items():
+        lines += ["", f"### {heading}", "", "| there | here | |", "|---|---|---|"]
+        for name, said in entries.items():
+            said = said or {}
+            if name in ours or said.get("owner"):
+                here, note = "same name", said.get("differs", "")
+            elif "here" in said:
+                here, note = f"`--{said['here']}`", said.get("why", "")
+            else:
+                here, note = ("not yet" if said.get("later") else "no"), said.get("why", "")
+            lines.append(f"| `--{name}` | {here} | {_cell(note)} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """Every generated page: name of its file in docs/ -> text.
+
+    Args: folder: docs/, whose pages with a generated part keep the rest.
+    """
+    page = (folder / _COMING_FROM).read_text(encoding="utf-8")
+    flags = yaml.safe_load((folder / "upstream_flags.yaml").read_text(encoding="utf-8"))
+    before, rest = page.split(_BEGIN)
+    _, after = rest.split(_END)
+    return {
+        "configuration.md": configuration_page(),
+        "metrics.md": as_markdown(),
+        _COMING_FROM: f"{before}{_BEGIN}\n\n{upstream_table(flags)}\n{_END}{after}",
+    }
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the pages into a folder, docs/ by default. Returns: 0."""
     folder = Path(argv[0]) if argv else Path("docs")
-    for name, text in pages().items():
+    for name, text in pages(folder).items():
         (folder / name).write_text(text, encoding="utf-8")
     return 0
 

@@ -90,7 +90,8 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         save_debug_train_data=full(config.debug.save_debug_train_data),
         dump_details=full(config.debug.dump_details),
     )
-    return replace(config, checkpoint=checkpoint, sync=sync, debug=debug, log=replace(config.log, run_dir=str(run_dir)))
+    log = replace(config.log, run_dir=str(run_dir), wandb_dir=full(config.log.wandb_dir))
+    return replace(config, checkpoint=checkpoint, sync=sync, debug=debug, log=log)
 
 
 def _report(error: ConfigError) -> int:

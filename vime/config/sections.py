@@ -242,5 +242,17 @@ class LogConfig:
 
     run_dir: str = setting("runs/{time}", "folder of this run; {time} is replaced by its start time")
     use_tensorboard: bool = setting(False, "write TensorBoard events under the run folder")
+    use_wandb: bool = setting(False, "log to Weights & Biases (package wandb; key from WANDB_API_KEY or `wandb login`)")
+    wandb_mode: str = setting(
+        "online", "offline writes files that `wandb sync` uploads later", choices=("online", "offline", "disabled")
+    )
+    wandb_dir: str | None = setting(None, "folder of wandb's own files; default: inside the run folder")
+    wandb_project: str = setting("vime", "W&B project")
+    wandb_group: str | None = setting(None, "W&B group of this run")
+    wandb_team: str | None = setting(None, "W&B team (entity); default: the key's own")
+    wandb_run_id: str | None = setting(None, "id of a W&B run to start or go on with; default: a resumed run's own")
+    wandb_host: str | None = setting(None, "address of a W&B server of your own; default: WANDB_BASE_URL, or wandb.ai")
+    trace: bool = setting(False, "write trace_<first rollout>.json into the run folder, which Perfetto opens")
+    trace_max_mib: int = setting(256, "MiB the trace may take; steps beyond that are not traced")
     no_save_rollouts: bool = setting(False, "do not keep the samples of rollouts and evaluations")
     engine_start_timeout_s: float = setting(600.0, "seconds an engine may take to start")

@@ -104,6 +104,20 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.sync.update_weight_transport != "disk",
         "add --update-weight-transport disk",
     ),
+    (
+        (
+            "log.wandb_mode",
+            "log.wandb_dir",
+            "log.wandb_project",
+            "log.wandb_group",
+            "log.wandb_team",
+            "log.wandb_run_id",
+            "log.wandb_host",
+        ),
+        lambda c: not c.log.use_wandb,
+        "add --use-wandb",
+    ),
+    (("log.trace_max_mib",), lambda c: not c.log.trace, "add --trace"),
     (("sync.weight_probe_tolerance",), lambda c: c.sync.weight_probe_interval == 0, "set --weight-probe-interval"),
     (
         ("cluster.num_cpus",),

@@ -156,6 +156,7 @@ _MINIMA: Mapping[str, float] = {
     "sync.update_weight_buffer_size": 1,
     "sync.weight_probe_interval": 0,
     "train.stop_window": 1,
+    "log.trace_max_mib": 1,
 }
 _MAXIMA: Mapping[str, tuple[int, str]] = {
     "data.rollout_seed": (2**32 - 1, "numpy takes no larger seed"),

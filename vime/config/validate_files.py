@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ def check_paths(config: Config) -> Iterator[str]:
         ("--save-hf", checkpoint.save_hf),
         ("--update-weight-disk-dir", config.sync.update_weight_disk_dir),
         ("--run-dir", config.log.run_dir),
+        ("--wandb-dir", config.log.wandb_dir),
     ):
         if text is None:
             continue
@@ -28,6 +30,8 @@ def check_paths(config: Config) -> Iterator[str]:
             yield f"{flag} {text} cannot be made: {blocked} is a file"
         elif not os.access(parent := _nearest_folder(Path(text)), os.W_OK | os.X_OK):
             yield f"{flag} {text} cannot be made: {parent} is not writable"
+    if config.log.use_wandb and importlib.util.find_spec("wandb") is None:
+        yield "--use-wandb needs the package wandb, which is not installed; install vime[wandb], or leave it out"
     if checkpoint.save_hf is not None:
         for flag, source in (("--hf-checkpoint", checkpoint.hf_checkpoint), ("--ref-load", checkpoint.ref_load)):
             if source and Path(source).is_dir() and Path(source).resolve() == Path(checkpoint.save_hf).resolve():

@@ -7,10 +7,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from vime.observability.derived import derived_metrics
 from vime.observability.progress import RunProgress
 from vime.observability.rollout_file import write_rollout
 from vime.observability.run_folder import RunFolder, whole
 from vime.observability.timers import StageTimer
+from vime.observability.trace import SpanLog
+from vime.observability.trace_file import RunTracer
 from vime.observability.train_data import write_train_data
 from vime.observability.writers import MetricWriter
 from vime.types import Group, Metrics, RolloutResult, TrainBatch
@@ -27,16 +32,26 @@ class Copies:
 class Step:
     """One step while it runs: time its stages, add its metrics."""
 
-    def __init__(self, progress: RunProgress, folder: RunFolder | None, rollout_id: int, copies: Copies) -> None:
+    def __init__(
+        self,
+        progress: RunProgress,
+        folder: RunFolder | None,
+        rollout_id: int,
+        copies: Copies,
+        begin: float | None = None,
+    ) -> None:
         self.metrics: Metrics = {}
         self._progress, self._folder, self._rollout_id, self._copies = progress, folder, rollout_id, copies
-        self.timer = StageTimer()
+        self.timer = StageTimer(start=begin)
+        self.spans = SpanLog()
+        self.groups: Sequence[Group] = ()
+        self.evaluated: Sequence[Group] = ()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Announce and time a stage."""
         self._progress.stage(name)
-        with self.timer.stage(name):
+        with self.timer.stage(name), self.spans.span(name):
             yield
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -45,6 +60,7 @@ class Step:
 
     def keep_rollout(self, groups: Sequence[Group]) -> None:
         """Write the groups that are trained on into the run folder, where the run keeps them."""
+        self.groups = groups
         if self._folder is not None:
             self._folder.write_rollout(self._rollout_id, groups)
         if self._copies.rollout_data is not None:
@@ -65,6 +81,7 @@ class Step:
     def add_evaluation(self, result: RolloutResult) -> None:
         """Metrics of an evaluation; its samples go into the run folder, where the run keeps them."""
         self.add(result.metrics)
+        self.evaluated = result.groups
         if self._folder is not None:
             self._folder.write_evaluation(self._rollout_id, result.groups)
 
@@ -78,6 +95,7 @@ class Recorder:
         writer: takes each step's metrics.
         keep_rollouts: write the samples of rollouts and evaluations.
         copies: further files of each step.
+        tracer: writes the trace, where there is to be one.
     """
 
     def __init__(
@@ -88,15 +106,18 @@ class Recorder:
         *,
         keep_rollouts: bool = True,
         copies: Copies = Copies(),
+        tracer: RunTracer | None = None,
     ) -> None:
         self._folder, self._progress, self._writer = folder, progress, writer
-        self._keep, self._copies = keep_rollouts, copies
+        self._keep, self._copies, self._tracer = keep_rollouts, copies, tracer
+        self._last_end: float | None = None
 
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
         """What comes before the first step: written as step `start - 1`, without step times, if it has metrics."""
         step = Step(self._progress, self._folder if self._keep else None, start - 1, self._copies)
         yield step
+        self._trace(step, start - 1)
         if step.metrics:
             self._writer.write(start - 1, step.metrics)
             self._progress.message(
@@ -105,9 +126,17 @@ class Recorder:
 
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[Step]:
-        """One step. Its metrics are written when it ends well; a failed step leaves none."""
-        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies)
+        """One step, from the end of the one before it. Its metrics are written when it ends well; a failed step
+        leaves none. Writing them is part of the next step's time."""
+        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies, self._last_end)
         yield step
         metrics = step.metrics | step.timer.metrics()
+        self._last_end = step.timer.end
+        metrics |= derived_metrics(metrics) | {"memory/driver_rss_bytes": float(psutil.Process().memory_info().rss)}
         self._writer.write(rollout_id, metrics)
+        self._trace(step, rollout_id)
         self._progress.step(rollout_id, metrics)
+
+    def _trace(self, step: Step, rollout_id: int) -> None:
+        if self._tracer is not None:
+            self._tracer.step(step.spans.take(), step.groups, step.evaluated, rollout_id=rollout_id)

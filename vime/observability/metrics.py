@@ -47,11 +47,20 @@ rollout/failed_ratio | ratio | generated samples that failed
 rollout/reward_<verdict> | ratio | generated samples whose grading ended without a judgement, by verdict
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
-rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled
+rollout/correct_length/<statistic> | tokens | response length over the samples trained on with a reward of at least 1: `mean`, `median`, `min`, `max`
+rollout/repetition_frac | ratio | samples trained on whose last 10,000 characters zlib makes more than ten times shorter
+rollout/prefix_cache_hit_rate | ratio | prompt tokens the engines found in their prefix cache, of those they looked for
+rollout/avg_cached_tokens_per_sample | tokens | prompt tokens found in the prefix cache, per response the engines ended
+rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled; `preemptions`: requests an engine set back for want of cache
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
 data/epoch | epochs | prompts handed out so far, in epochs (docs/data.md says what an epoch of a mixture is)
 data/num_<what> | count | `prompts`: in an epoch; `dropped_prompts`: left out at the start for their length; `buffered_groups`: put back and waiting; `discarded_groups`: thrown away by the buffer filter since the start of the run
+multi_turn/round_number/<statistic> | turns | times the policy had the word in a sample trained on (runs of mask 1): `mean`, `median`, `min`, `max`; multi_turn/ is there when somebody else wrote into a response
+multi_turn/raw_response_length/<statistic> | tokens | response length, tool and environment tokens included
+multi_turn/wo_obs_response_length/<statistic> | tokens | the policy's own tokens alone (mask 1)
+passrate/pass@<k> | ratio | probability that one of k samples of a prompt trained on has reward 1; where all rewards are 0 or 1. A dynamic filter has chosen the prompts before
+staleness/{mean,max} | versions | policy version the trainer holds minus that of a sample's oldest trainable token, over samples trained on
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
 train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
 train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its product with --entropy-coef
@@ -64,6 +73,7 @@ train/grad_norm | 1 | norm of the gradient before clipping
 train/lr-pg_<group> | 1 | learning rate of an optimizer parameter group at the last step
 train/step | steps | optimizer steps since the start of the run
 train/tokens | tokens | prompt and response tokens trained on
+train/global_batch_size | trajectories | trajectories per optimizer step, the constant the loss is averaged over
 train/policy_version | version | version of the weights that generated the rollout
 weight_sync/seconds | s | pause to resume of the weight sync that ended the step
 weight_sync/bytes | bytes | what it sent to each engine
@@ -78,10 +88,29 @@ eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended witho
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
 eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prompts`: those longer than --eval-max-prompt-len
-perf/step_time | s | wall time of the step: the sum of its stages and perf/other_time
+perf/step_time | s | wall time of the step, from the end of the one before it: the sum of its stages and perf/other_time. A step that evaluates or saves holds that, too
+perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time and perf/save_model_time: what compares from step to step, and what the shares below are of
+perf/wait_time_ratio | ratio | share of that in which the trainer was not asked to train: rollout, weight sync, batch, logging. 0.5 says only that they take as long as training
+perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs and actor_train
+perf/engine_busy_ratio | ratio | share of it in which at least one request of the rollout was under way at any engine
+perf/engine_busy_s | s | time in which at least one request of the rollout was under way, as the client sees it
+perf/engine_running_requests | requests | mean over the rollout and the engines of the requests an engine was computing (vLLM's running phase)
+perf/tokens_per_gpu_per_sec | tokens/s | tokens the engines sampled for the rollout, those of dropped and aborted groups too, per second of the rollout (rewards included) and engine device
+perf/effective_tokens_per_gpu_per_sec | tokens/s | the same of tokens that are trained on (mask 1) alone
+perf/longest_sample_tokens_per_sec | tokens/s | length of the longest response trained on, per second of the rollout
+perf/longest_sample_tokens_per_sec_without_non_generation | tokens/s | the same, without the seconds that sample spent outside generation
+perf/non_generation_time/<statistic> | s | time a sample trained on spent in spans that its functions added (tools, environments; observability/trace.py): `mean`, `median`, `min`, `max`
+perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
 perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, update_weights, eval; a stage inside another counts once, in the inner one
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
+perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
+perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once
+perf/actor_train_mfu | ratio | perf/actor_train_tflops over the device's dense 16-bit peak, where that is known (NVIDIA's data sheets; not on a CPU, not in float32)
+memory/driver_rss_bytes | bytes | host memory of the driver at the end of the step (resident set, shared pages included)
+memory/trainer_rss_bytes | bytes | host memory of training rank 0 at the end of its training
+memory/trainer_device_peak_bytes | bytes | most device memory that torch held on rank 0 since the step before (CUDA)
+memory/engine_rss_bytes | bytes | host memory of the largest engine server after the rollout, where vLLM reports it
 """  # noqa: E501
 
 

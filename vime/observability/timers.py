@@ -21,9 +21,10 @@ class StageTimer:
         timer.metrics()  # perf/rollout_time, perf/other_time, perf/step_time
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, start: float | None = None) -> None:
+        """Args: start: on the clock, where the step began earlier: when the step before it ended."""
         self._clock = clock
-        self._start = self._mark = clock()
+        self._start = self._mark = clock() if start is None else start
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
 
@@ -43,6 +44,11 @@ class StageTimer:
     def current(self) -> str | None:
         """The innermost stage that is open."""
         return self._open[-1] if self._open else None
+
+    @property
+    def end(self) -> float:
+        """The moment of the last `metrics()`, on the clock."""
+        return self._mark
 
     def metrics(self) -> Metrics:
         """perf/<stage>_time, perf/other_time and perf/step_time up to now, in seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from ray.exceptions import RayActorError, RayError
 from vime.config import Config
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
-from vime.errors import EngineDead
+from vime.errors import EngineDead, EngineError
+from vime.observability.engine_stats import EngineStats
 from vime.orchestration import sizes
 from vime.orchestration.placement import Layout
 from vime.orchestration.workers import start_engine_workers, wait_all
@@ -83,6 +85,15 @@ class EngineFleet:
         self._router.wait_ready()
         connections = self._config.rollout.rollout_concurrency
         return RouterClient(self._router.url, urls, self._key, max_connections=connections)
+
+    def stats(self) -> list[EngineStats] | None:
+        """What each engine has done so far; None, with a warning, if one does not say: metrics end no run."""
+        try:
+            with ThreadPoolExecutor(max(1, len(self.engines))) as pool:
+                return list(pool.map(VllmEngine.stats, self.engines))
+        except EngineError as error:
+            _log.warning("no figures of the engines for this rollout: %s", error)
+            return None
 
     def check_alive(self) -> None:
         """Raises: EngineDead naming the engines whose process is gone, or the router."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
-from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
+from vime.observability.writers import MetricWriter
 from vime.orchestration import sizes
 from vime.orchestration.cluster import create_placement_group, ray_cluster
 from vime.orchestration.data import build_source, check_data, probe_prompts
 from vime.orchestration.engines import EngineFleet
 from vime.orchestration.placement import Layout, plan_layout
+from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
 from vime.protocols import Completion, DataSource, Engine, Engines, GenerateRequest, RolloutContext
@@ -116,6 +117,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         group = create_placement_group(platform, plan.layout)
         progress.message(_what_starts(plan.layout))
         fleet = _start_fleet(plan, platform, group, stack) if generates else None
+        writer = stack.enter_context(closing(make_writer(config, folder)))
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
         source = build_source(config, rows, tokenizer)
         eval_sets = load_eval_sets(config, tokenizer) if generates else {}
@@ -123,9 +125,9 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         progress.expect(num_rollout)
         if not plan.layout.trainer_devices:
             client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-            stage = _rollout_stage(plan, client, source, tokenizer, eval_sets, stack)
-            with _recorder(plan) as recorder:
-                run_rollout_only(stage, recorder, start=config.rollout.start_rollout_id or 0, num_rollout=num_rollout)
+            stage = _rollout_stage(plan, fleet, client, source, tokenizer, eval_sets, stack)
+            start = config.rollout.start_rollout_id or 0
+            run_rollout_only(stage, _recorder(plan, writer, start, stack), start=start, num_rollout=num_rollout)
             return
         trainer = TrainerGroup(
             config,
@@ -146,10 +148,11 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             part = config.debug.load_debug_rollout_data_subsample
             rollout = ReplayedRollouts(replayed, range(start, num_rollout), subsample=part)
         else:
-            rollout = _rollout_stage(plan, client, source, tokenizer, eval_sets, stack)
+            rollout = _rollout_stage(plan, fleet, client, source, tokenizer, eval_sets, stack)
         stages = _build_stages(plan, rollout, trainer, fleet, client, source, tokenizer, start, stack)
         try:
-            last = _loop(plan, stages, start, num_rollout)
+            recorder = _recorder(plan, writer, start, stack, trainer, stages.publisher)
+            last = _loop(plan, stages, recorder, start, num_rollout)
         except (EngineError, WeightSyncError):
             if fleet is not None:
                 fleet.check_alive()  # a dead engine is the better explanation
@@ -191,6 +194,7 @@ def _what_starts(layout: Layout) -> str:
 
 def _rollout_stage(
     plan: _Run,
+    fleet: EngineFleet | None,
     client: RouterClient | None,
     source: DataSource,
     tokenizer: Any,
@@ -202,7 +206,7 @@ def _rollout_stage(
     stack.callback(pool.close)
     endpoint: Engines = client if client is not None else NoEngines()
     context = RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
-    return RolloutStage(context, source, eval_sets)
+    return RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
 
 
 def _build_stages(
@@ -283,7 +287,7 @@ def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: Data
     return start
 
 
-def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
+def _loop(plan: _Run, stages: Stages, recorder: Recorder, start: int, num_rollout: int) -> int:
     config, train = plan.config, plan.config.train
     evaluates = plan.generates and has_eval_sets(config)
     cadence = Cadence(
@@ -293,28 +297,39 @@ def _loop(plan: _Run, stages: Stages, start: int, num_rollout: int) -> int:
         evaluates=evaluates,
         saves=config.checkpoint.save is not None,
     )
-    with _recorder(plan) as recorder:
-        return run_sync(
-            stages,
-            cadence,
-            recorder,
-            start=start,
-            eval_before=evaluates and not config.eval.skip_eval_before_train,
-            stop=StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window),
-        )
+    return run_sync(
+        stages,
+        cadence,
+        recorder,
+        start=start,
+        eval_before=evaluates and not config.eval.skip_eval_before_train,
+        stop=StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window),
+    )
 
 
-@contextmanager
-def _recorder(plan: _Run) -> Iterator[Recorder]:
+def _recorder(
+    plan: _Run,
+    writer: MetricWriter,
+    start: int,
+    stack: ExitStack,
+    trainer: TrainerGroup | None = None,
+    publisher: Publisher | None = None,
+) -> Recorder:
     config = plan.config
-    writers: list[MetricWriter] = [JsonlWriter(plan.folder.metrics_path)]
-    if config.log.use_tensorboard:
-        writers.append(TensorBoardWriter(plan.folder.tensorboard_path))
-    with closing(MultiWriter(*writers)) as writer:
-        yield Recorder(
-            plan.folder,
-            plan.progress,
-            writer,
-            keep_rollouts=not config.log.no_save_rollouts,
-            copies=Copies(modes.rollout_data_to_save(config), modes.train_data_to_save(config)),
-        )
+    tracer = make_tracer(
+        config,
+        plan.folder,
+        start,
+        trainer=trainer.take_spans if trainer is not None else None,
+        engines=publisher.take_spans if isinstance(publisher, WeightSync) else None,
+    )
+    if tracer is not None:
+        stack.callback(tracer.close)
+    return Recorder(
+        plan.folder,
+        plan.progress,
+        writer,
+        keep_rollouts=not config.log.no_save_rollouts,
+        copies=Copies(modes.rollout_data_to_save(config), modes.train_data_to_save(config)),
+        tracer=tracer,
+    )

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.config import Config
 from vime.errors import TrainingError, VimeError
+from vime.observability.trace import Span
 from vime.orchestration.placement import Layout
 from vime.platform import get_platform
 from vime.platform.base import Platform
@@ -232,6 +233,11 @@ class TrainerGroup:
     def onload(self) -> None:
         """See `Trainer`."""
         self._all("onload")
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each rank was busy with since the last call; for the trace."""
+        spans: list[list[Span]] = self._all("take_spans")
+        return spans
 
     def close(self) -> None:
         """End the ranks: shared memory and process groups are released where the ranks still answer."""

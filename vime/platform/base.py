@@ -28,6 +28,12 @@ class Platform(Protocol):
     def total_memory_bytes(self) -> int:
         """Memory of one device."""
 
+    def peak_tflops(self, dtype: str) -> float | None:
+        """The most TFLOP/s one device does in dense matrix products; None where nobody knows. For MFU.
+
+        Args: dtype: "float32", "bfloat16", "float16".
+        """
+
     def missing(self) -> list[str]:
         """What this machine lacks to run vime here: one sentence each, with the remedy. Empty when all is there."""
 

@@ -42,6 +42,10 @@ class CpuPlatform:
         text = limit.read_text().strip() if limit.exists() else "max"
         return min(total, int(text)) if text.isdigit() else total
 
+    def peak_tflops(self, dtype: str) -> float | None:
+        """Nobody knows: it depends on the cores, their clock and their vector units."""
+        return None
+
     def missing(self) -> list[str]:
         """What this machine lacks. vLLM's log-prob kernel would need a C++ compiler; see `engine_environment`."""
         problems = []

@@ -17,6 +17,19 @@ from typing import Any
 from vime.platform.engine_defaults import engine_dtype
 
 _MIB = 1 << 20
+# Part of nvidia-smi's name -> dense TFLOP/s in bf16 and fp16, from NVIDIA's data sheets; the first that fits counts.
+_PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+)
 
 
 class CudaPlatform:
@@ -36,6 +49,13 @@ class CudaPlatform:
     def total_memory_bytes(self) -> int:
         """Memory of the smallest device; 0 where there is none."""
         return min(_memories_bytes(), default=0)
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        """The vendor's figure for the first device in 16 bits, without sparsity; None for others."""
+        names = _visible("name")
+        if not names or dtype not in ("bfloat16", "float16"):
+            return None
+        return next((peak for name, peak in _PEAK_TFLOPS if name in names[0]), None)
 
     def missing(self) -> list[str]:
         """What this machine lacks."""
@@ -68,20 +88,25 @@ class CudaPlatform:
 
 
 def _memories_bytes() -> list[int]:
-    """Total memory of each visible device.
+    """Total memory of each visible device."""
+    return [int(memory) * _MIB for memory in _visible("memory.total")]
+
+
+def _visible(field: str) -> list[str]:
+    """A field of nvidia-smi's for each visible device.
 
     nvidia-smi itself ignores CUDA_VISIBLE_DEVICES, so the selection is made here.
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu=index,uuid,{field}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []  # a driver that does not answer serves no device; `missing` says so
-    devices = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
+    devices = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [int(memory) * _MIB for index, uuid, memory in devices if _is_visible(index, uuid, visible)]
+    return [value for index, uuid, value in devices if _is_visible(index, uuid, visible)]
 
 
 def _is_visible(index: str, uuid: str, visible: str | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from vime.config import Config, hook_table
 from vime.config.hooks import UserFunction, raised
 from vime.errors import ConfigError, DataError
+from vime.observability.trace import add_span
 from vime.protocols import RolloutContext, SamplingParams
 from vime.rollout.generate import is_unfinished
 from vime.rollout.requests import RequestTable, TrackedEngines
@@ -94,9 +96,12 @@ async def generate_by_function(
         if sample.response_length and max_context_len is not None and len(sample.tokens) >= max_context_len:
             sample.status = SampleStatus.TRUNCATED  # begun in an earlier rollout, and the context is full
             return [sample]
+        queued = time.time()
         async with slots:
             if requests.is_stopping:
                 return [sample]
+            add_span([sample], "waiting", queued)
+            begin = time.time()
             before = copy.deepcopy(sample) if requests.keeps_partial else sample
             engines = TrackedEngines(context.engines, requests, owner)
             result = await function.wait(
@@ -108,6 +113,7 @@ async def generate_by_function(
                 **options,
             )
         siblings = _siblings(function, sample, result, max_context_len)
+        add_span(siblings, "generate", begin)
         return _continuable(function, before, siblings, engines) if requests.keeps_partial else siblings
 
     calls = (one(i, s) for i, s in enumerate(group.samples))

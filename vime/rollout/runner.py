@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from vime.config import hook_table
 from vime.config.hooks import UserFunction
 from vime.data.buffer import pending_again
 from vime.errors import ConfigError, DataError, EngineError, HookTimeout, RewardError
+from vime.observability.trace import add_span
 from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rewards.score import score_samples
 from vime.rollout.custom_generate import GenerateFunctions, generate_by_function, mark_failed
@@ -209,7 +211,9 @@ class GroupRunner:
             for sample in finished.samples:
                 mark_failed(sample, error)
             return Outcome(finished, error, "sample_hook")
+        begin = time.time()
         await score_samples(self._context, finished.samples)
+        add_span(finished.samples, "reward", begin)
         for sample in finished.samples:
             if sample.status is SampleStatus.FAILED:
                 return Outcome(finished, RewardError(str(sample.metadata.get("error", "no reason given"))), "reward")
@@ -247,7 +251,10 @@ class GroupRunner:
                 self._in_functions.discard(task)
             error = generated.error
             return Outcome(generated.group, error, "generate_timeout" if isinstance(error, HookTimeout) else "generate")
+        queued = time.time()
         async with self._slots:
+            add_span(group.samples, "waiting", queued)
+            begin = time.time()
             await generate_group(
                 TrackedEngines(self._engines, self._requests, task),
                 group,
@@ -256,6 +263,7 @@ class GroupRunner:
                 tokenizer=self._context.tokenizer,
                 max_context_len=self._max_context_len,
             )
+            add_span(group.samples, "generate", begin)
         return Outcome(group)
 
 

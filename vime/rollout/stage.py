@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from vime.config import hook_table
 from vime.config.hooks import UserFunction
 from vime.protocols import DataSource, RolloutContext
+from vime.rollout.meter import RolloutMeter
 from vime.types import Group, Metrics, RolloutResult
 
 _TRAIN, _EVAL = "rollout.rollout_function_path", "rollout.eval_function_path"
@@ -21,11 +23,14 @@ class RolloutStage:
         context: what hooks get as `config`.
         source: the training prompts.
         eval_source: the held-out sets, as the evaluation's rollout function expects them.
+        meter: measures each rollout; None where nothing is generated.
     Raises: ConfigError if one of the functions cannot be used.
     """
 
-    def __init__(self, context: RolloutContext, source: DataSource, eval_source: Any) -> None:
-        self._context, self._source, self._eval_source = context, source, eval_source
+    def __init__(
+        self, context: RolloutContext, source: DataSource, eval_source: Any, meter: RolloutMeter | None = None
+    ) -> None:
+        self._context, self._source, self._eval_source, self._meter = context, source, eval_source, meter
         train = hook_table.load(context.config, _TRAIN)
         assert train is not None, "it has a default"
         self._generate = train
@@ -37,7 +42,10 @@ class RolloutStage:
         """The groups to train on. Raises: HookError for a rollout function that returns something else."""
         start = time.perf_counter()
         self._source.begin_rollout(self._context, rollout_id)
+        begin = self._meter.start() if self._meter is not None else None
         result = self._call(self._generate, rollout_id, self._source, evaluation=False)
+        if self._meter is not None and begin is not None:
+            result = replace(result, metrics={**self._meter.finish(begin, result.groups), **result.metrics})
         result.metrics.update(self._source.metrics())
         if self._log is not None:
             seconds = time.perf_counter() - start

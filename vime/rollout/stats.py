@@ -89,7 +89,7 @@ def verdict_ratios(prefix: str, samples: Sequence[Sample]) -> Metrics:
     return {f"{prefix}{v}": counts[v] / max(len(samples), 1) for v in _REPORTED_VERDICTS}
 
 
-def length_metrics(name: str, lengths: Sequence[int]) -> Metrics:
+def length_metrics(name: str, lengths: Sequence[float]) -> Metrics:
     """mean, median, min and max under `name`/; nothing for no lengths."""
     if not lengths:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from vime.config import hook_table
 from vime.config.hooks import raised
 from vime.errors import EngineError, VimeError
+from vime.observability.trace import add_span
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rewards.score import scalar_reward
 from vime.rollout.eval_data import HeldOutSet
@@ -154,7 +156,9 @@ class _Kept:
     def _judge(self, group: Group) -> FilterOutput:
         if self._filter is None:
             return FilterOutput(True)
+        begin = time.time()
         verdict = self._filter(self._context, list(group.samples))
+        add_span(group.samples, "filter", begin)
         if isinstance(verdict, (bool, np.bool_)):
             return FilterOutput(bool(verdict))
         if not isinstance(verdict, FilterOutput):

@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from vime.errors import WeightSyncError
+from vime.observability.trace import Span, SpanLog
 from vime.protocols import Engine, Trainer
 from vime.types import Metrics, PolicyVersion
 from vime.weight_sync.verify import PROBE_TOKENS, ProbeReport, compare_probe, probe_sequences
@@ -65,6 +66,7 @@ class WeightSync:
         self._published = 0
         self._probe_requested = False
         self._on_version = on_version
+        self._spans = [SpanLog() for _ in self._engines]
         self.version: PolicyVersion = first_version - 1
         self.metrics: Metrics = {}
 
@@ -101,6 +103,10 @@ class WeightSync:
         self._published += 1
         self._probe_requested = False
         return version
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each engine was busy with since the last call; for the trace."""
+        return [log.take() for log in self._spans]
 
     def close(self) -> None:
         """Stop the threads; a call that an engine never answers ends with the engine, and is not waited for."""
@@ -150,7 +156,12 @@ class WeightSync:
 
         Args: on_failure: called once, as soon as an engine failed while others may still be waiting for it.
         """
-        futures = [self._pool.submit(call, engine) for engine in self._engines]
+
+        def timed(number: int) -> _T:
+            with self._spans[number].span(step):
+                return call(self._engines[number])
+
+        futures = [self._pool.submit(timed, number) for number in range(len(self._engines))]
         if on_failure is not None:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             if any(future.exception() for future in done):

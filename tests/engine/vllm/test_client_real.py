@@ -47,6 +47,18 @@ def ask(request_id: str, **sampling: object) -> GenerateRequest:
     return GenerateRequest(request_id=request_id, token_ids=PROMPT, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
+def test_the_engines_own_counters_say_what_it_did(
+    control: VllmEngine, router: RouterProcess, engine: EngineServer, run_key: str
+) -> None:
+    before = control.stats()
+    generate(router, engine, run_key, ask("stats", n=3, max_tokens=5, ignore_eos=True))
+    done = control.stats().since(before)
+    assert (done.num_requests, done.num_first_tokens, done.sampled_tokens) == (3, 3, 15)
+    assert 0 < done.prefill_s < done.running_s <= done.total_s and done.decode_s > 0 and done.queue_s >= 0
+    assert 0 < done.first_token_s <= done.total_s
+    assert 0 <= done.cached_tokens <= done.looked_up_tokens == 3 * len(PROMPT)
+
+
 def generate(router: RouterProcess, engine: EngineServer, key: str, request: GenerateRequest) -> list[Completion]:
     async def run() -> list[Completion]:
         client = RouterClient(router.url, [engine.url], key)

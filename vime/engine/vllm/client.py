@@ -20,15 +20,19 @@ import aiohttp
 import httpx
 
 from vime.engine.vllm.answers import parse_completions, request_body
+from vime.engine.vllm.engine_stats import parse_engine_stats
 from vime.engine.vllm.server import SERVED_MODEL_NAME
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
 from vime.errors import EngineDead, EngineError, WeightSyncError
+from vime.observability.activity import Activity
+from vime.observability.engine_stats import EngineStats
 from vime.protocols import Completion, GenerateRequest, ProbeResult, SamplingParams
 from vime.types import PolicyVersion
 from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
 _MAX_ATTEMPTS = 6
+_STATS_TIMEOUT_S = 10.0
 _LOOK_S = 5.0  # between two looks at whether an engine that has not answered yet still listens
 _FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
 
@@ -64,6 +68,15 @@ class VllmEngine:
             # too late; control calls are few, so each gets its own.
             limits=httpx.Limits(max_keepalive_connections=0),
         )
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it started. Raises: EngineError if it does not answer."""
+        try:
+            response = self._http.get("/metrics", timeout=_STATS_TIMEOUT_S)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.url}/metrics: {type(error).__name__}: {error}") from error
+        return parse_engine_stats(response.text)
 
     def close(self) -> None:
         """Close the connections."""
@@ -233,7 +246,7 @@ class RouterClient:
     """All engines through the router; satisfies `vime.protocols.Engines`.
 
     Use it inside one event loop at a time, and `await aclose()` before that loop ends. `counters` holds the numbers of
-    requests, retries and their causes since the start.
+    requests, retries and their causes since the start, `activity` the time with a request under way.
 
     Args:
         router_url: where generate requests go.
@@ -261,10 +274,16 @@ class RouterClient:
         self._version: PolicyVersion | None = None
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.counters: Counter[str] = Counter()
+        self.activity = Activity()
 
     def note_version(self, version: PolicyVersion) -> None:
         """Tell the client which policy version is served now; needed where the engine does not report it (0.26)."""
         self._version = version
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy version that is served, as far as the client was told."""
+        return self._version or 0
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """`sampling.n` completions in one HTTP request.
@@ -277,7 +296,8 @@ class RouterClient:
         if request.session_id is not None:
             headers["X-Session-Id"] = request.session_id
         self.counters["requests"] += 1
-        body = await self._post_generate(request_body(request, SERVED_MODEL_NAME), headers)
+        with self.activity.running():
+            body = await self._post_generate(request_body(request, SERVED_MODEL_NAME), headers)
         if not self._adapter.reports_version_spans and self._version != before:
             raise EngineError(
                 f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "

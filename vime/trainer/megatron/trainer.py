@@ -20,6 +20,7 @@ from vime.config import Config
 from vime.data.packing import plan_steps
 from vime.errors import ConfigError, TrainingError
 from vime.models import family_of
+from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import BucketWriter
 from vime.trainer.megatron import (
@@ -35,6 +36,7 @@ from vime.trainer.megatron import (
     parallel,
     settings,
     shards,
+    speed,
     train_step,
 )
 from vime.types import Metrics, PolicyVersion, TrainBatch
@@ -72,6 +74,7 @@ class MegatronTrainer:
             cpu_shims.install()
         fixes.apply()
         self._config, self._platform, self._rank, self._writer = config, platform, rank, writer
+        self._world_size, self._spans = world_size, SpanLog()
         self._source = Path(hf_path)
         hf = hf_io.read_config(self._source)
         family = family_of(hf)
@@ -91,6 +94,7 @@ class MegatronTrainer:
             seed=config.train.seed,
             sizes=self._settings.sizes,
         )
+        self._peak_tflops = platform.peak_tflops(str(self._settings.dtype).removeprefix("torch."))
         try:
             self._build(total_steps)
         except BaseException:
@@ -227,13 +231,13 @@ class MegatronTrainer:
         policy_loss = algo.loss_type == "policy_loss"
         old = reference = None
         if policy_loss and len(batch.steps) > 1:
-            with _timed(metrics, "perf/log_probs_time"):
+            with self._timed(metrics, "log_probs"):
                 old = self._batch_log_probs(self._forward, batch, mask)
         if self._reference is not None:
-            with _timed(metrics, "perf/ref_log_probs_time"):
+            with self._timed(metrics, "ref_log_probs"):
                 reference = self._batch_log_probs(self._reference, batch, mask)
         columns = train_step.Columns(old, reference)
-        with _timed(metrics, "perf/actor_train_time"):
+        with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
         if policy_loss:
             metrics |= self._mismatch(batch, mask, old, results[0])
@@ -244,7 +248,25 @@ class MegatronTrainer:
         metrics["train/lr-pg_0"] = last.learning_rate
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
-        return metrics
+        metrics["train/global_batch_size"] = float(batch.global_batch_size)
+        metrics |= speed.speed_metrics(
+            metrics, batch, self._model, num_devices=self._world_size, peak_tflops=self._peak_tflops
+        )
+        return metrics | speed.memory_metrics(self._platform.device_type)
+
+    @contextmanager
+    def _timed(self, metrics: Metrics, part: str) -> Iterator[None]:
+        """Seconds of a part of the training, the device's work included."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with self._spans.span(part):
+            yield
+            torch.cuda.synchronize()
+        metrics[f"perf/{part}_time"] = time.perf_counter() - start
+
+    def take_spans(self) -> list[Span]:
+        """What this rank was busy with since the last call; for the trace."""
+        return self._spans.take()
 
     def _train_step(
         self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
@@ -255,15 +277,16 @@ class MegatronTrainer:
             packing.pack(batch.tokens, batch.cu_seqlens, samples, mask, layout=self._layout, temperature=temperature)
             for samples in plan
         )
-        result = train_step.train_step(
-            self._policy,
-            micro_batches,
-            len(plan),
-            batch,
-            columns,
-            self._config.algo,
-            where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
-        )
+        with self._spans.span(f"optimizer step {self._step}", micro_batches=len(plan)):
+            result = train_step.train_step(
+                self._policy,
+                micro_batches,
+                len(plan),
+                batch,
+                columns,
+                self._config.algo,
+                where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
+            )
         self._step += 1
         return result
 
@@ -362,13 +385,3 @@ def _repack(micro_batches: Sequence[tuple[int, ...]], batch: TrainBatch, max_tok
     lengths = [int(batch.lengths[i]) for i in samples]
     plans = plan_steps(lengths, samples, global_batch_size=len(samples), dp_size=1, max_tokens=max_tokens)
     return [tuple(samples[j] for j in micro) for micro in plans[0][0]]
-
-
-@contextmanager
-def _timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Seconds of a block, the device's work included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    yield
-    torch.cuda.synchronize()
-    metrics[name] = time.perf_counter() - start

@@ -1,0 +1,43 @@
+from vime.models import family_of
+from vime.models.flops import forward_flops
+
+HF = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 10,
+    "hidden_size": 4,
+    "intermediate_size": 5,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def test_operations_are_those_counted_by_hand():
+    model = family_of(HF).settings(HF)
+    # Per token and layer: q 4x4, k and v 4x2 each, o 4x4, gate, up and down 4x5 each: 108 multiply-adds.
+    # Sequences of 3 and 2: 6 + 3 attended pairs, each 4 multiply-adds for its score and 4 for its value.
+    layer = 5 * 108 + 9 * 8
+    assert forward_flops(model, [3, 2], num_logits=4) == 2 * (3 * layer + 4 * 4 * 10)
+
+
+def test_torch_counts_the_same_in_a_transformers_model():
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {k: v for k, v in HF.items() if k not in ("architectures", "model_type", "dtype", "rope_parameters")}
+    module = Qwen3ForCausalLM(Qwen3Config(**sizes, attn_implementation="eager"))
+    length = 7
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(torch.arange(length)[None])
+    # Eager attention computes the whole square of scores.
+    model = family_of(HF).settings(HF)
+    square = 3 * 4.0 * (length * length - length * (length + 1) // 2) * 4
+    rope = 3 * 0 + counter.get_total_flops() - forward_flops(model, [length], length) - square
+    assert 0 <= rope <= 2 * length * 2, "what is left is the table of RoPE's angles"

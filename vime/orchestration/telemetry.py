@@ -1,0 +1,81 @@
+"""What a run measures and where it is written: built from the settings, closed with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from vime.config import Config
+from vime.engine.vllm.client import RouterClient
+from vime.observability.run_folder import RunFolder, plain_settings
+from vime.observability.trace import Span
+from vime.observability.trace_file import RunTracer, TraceFile
+from vime.observability.wandb_writer import WandbWriter, find_run_id
+from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
+from vime.orchestration.engines import EngineFleet
+from vime.orchestration.placement import Layout
+from vime.rollout.meter import RolloutMeter
+
+_MIB = 1 << 20
+
+
+def make_meter(
+    config: Config, layout: Layout, fleet: EngineFleet | None, client: RouterClient | None
+) -> RolloutMeter | None:
+    """Measures rollouts; None where there are no engines."""
+    if fleet is None or client is None:
+        return None
+    return RolloutMeter(
+        read_stats=fleet.stats,
+        activity=client.activity,
+        num_devices=sum(map(len, layout.engine_devices)),
+        version=lambda: client.version,
+        reward_key=config.reward.reward_key,
+    )
+
+
+def make_writer(config: Config, folder: RunFolder) -> MetricWriter:
+    """metrics.jsonl, and TensorBoard and Weights & Biases where they are wanted."""
+    log, checkpoint = config.log, config.checkpoint
+    writers: list[MetricWriter] = [JsonlWriter(folder.metrics_path)]
+    if log.use_tensorboard:
+        writers.append(TensorBoardWriter(folder.tensorboard_path))
+    if log.use_wandb:
+        # A resumed run goes on in the same W&B run, whose id lies beside its checkpoints.
+        places = [Path(p) for p in (checkpoint.load, folder.path) if p is not None]
+        resumed = find_run_id(places) if checkpoint.load is not None else None
+        writers.append(
+            WandbWriter(
+                folder=folder.path,
+                keep_id_in=[folder.path, *([Path(checkpoint.save)] if checkpoint.save is not None else [])],
+                run_id=log.wandb_run_id or resumed,
+                settings=plain_settings(config),
+                mode=cast(Any, log.wandb_mode),  # one of the flag's choices
+                directory=Path(log.wandb_dir) if log.wandb_dir is not None else folder.path,
+                project=log.wandb_project,
+                group=log.wandb_group,
+                entity=log.wandb_team,
+                host=log.wandb_host,
+            )
+        )
+    return MultiWriter(*writers)
+
+
+def make_tracer(
+    config: Config,
+    folder: RunFolder,
+    start: int,
+    *,
+    trainer: Callable[[], Sequence[Sequence[Span]]] | None,
+    engines: Callable[[], Sequence[Sequence[Span]]] | None,
+) -> RunTracer | None:
+    """Writes trace_<first rollout>.json into the run folder; None without --trace.
+
+    Args: trainer, engines: give the spans since the last call, a list for each rank or engine.
+    """
+    if not config.log.trace:
+        return None
+    file = TraceFile(folder.path / f"trace_{start:06d}.json", config.log.trace_max_mib * _MIB)
+    sources = {"trainer": trainer, "engines": engines}
+    return RunTracer(file, {name: take for name, take in sources.items() if take is not None})

@@ -1,0 +1,69 @@
+"""Measures a rollout from outside: whichever rollout function runs, its tokens, engines and samples count alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vime.observability.activity import Activity
+from vime.observability.engine_stats import EngineStats, engine_metrics, total
+from vime.rollout.sample_metrics import sample_metrics
+from vime.types import Group, Metrics, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What `RolloutMeter.start` saw."""
+
+    time_s: float
+    stats: Sequence[EngineStats] | None
+    busy_s: float
+
+
+class RolloutMeter:
+    """`start` before a rollout, `finish` after it.
+
+    Args:
+        read_stats: one reading per engine; None when an engine did not answer.
+        activity: of the client that sends requests.
+        num_devices: of all engines.
+        version: the policy version the trainer holds now.
+        reward_key: the entry of a dict reward that is trained on.
+    """
+
+    def __init__(
+        self,
+        *,
+        read_stats: Callable[[], Sequence[EngineStats] | None],
+        activity: Activity,
+        num_devices: int,
+        version: Callable[[], PolicyVersion],
+        reward_key: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_stats, self._activity, self._num_devices = read_stats, activity, num_devices
+        self._version, self._reward_key, self._clock = version, reward_key, clock
+
+    def start(self) -> Reading:
+        """Before the rollout function is called."""
+        stats = self._read_stats()
+        return Reading(self._clock(), stats, self._activity.busy_s)
+
+    def finish(self, begin: Reading, groups: Sequence[Group]) -> Metrics:
+        """After it has returned these groups."""
+        seconds = self._clock() - begin.time_s
+        metrics = sample_metrics(
+            groups,
+            version=self._version(),
+            seconds=seconds,
+            num_devices=self._num_devices,
+            reward_key=self._reward_key,
+        )
+        metrics["perf/engine_busy_s"] = self._activity.busy_s - begin.busy_s
+        stats = self._read_stats()
+        if begin.stats is not None and stats is not None:
+            metrics |= engine_metrics(begin.stats, stats, seconds)
+            sampled = total([late.since(early) for early, late in zip(begin.stats, stats, strict=True)]).sampled_tokens
+            metrics["perf/tokens_per_gpu_per_sec"] = sampled / (seconds * self._num_devices)
+        return metrics

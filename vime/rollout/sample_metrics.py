@@ -1,0 +1,112 @@
+"""What the groups that are trained on say of the rollout, whichever function made them. Definitions: metrics.py."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from vime.errors import RewardError
+from vime.observability.trace import seconds_outside_generation
+from vime.rewards.score import scalar_reward
+from vime.rollout.evaluate import pass_at_k
+from vime.rollout.stats import length_metrics
+from vime.types import Group, Metrics, PolicyVersion, Sample
+
+_REPETITION_CHARACTERS = 10_000  # the end of a response, where a loop would be
+_REPETITION_RATIO = 10.0
+_SHORTEST_BYTES = 200  # zlib's own overhead keeps anything shorter from a ratio of 10
+
+
+def sample_metrics(
+    groups: Sequence[Group], *, version: PolicyVersion, seconds: float, num_devices: int, reward_key: str | None
+) -> Metrics:
+    """Metrics of a rollout's groups.
+
+    Args:
+        version: the policy version the trainer holds.
+        seconds: the rollout took.
+        num_devices: of the engines.
+        reward_key: the entry of a dict reward that is trained on.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return {}
+    trainable = [sum(sample.loss_mask) for sample in samples]
+    metrics: Metrics = {
+        "rollout/repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
+        "perf/effective_tokens_per_gpu_per_sec": sum(trainable) / (seconds * num_devices),
+    }
+    metrics |= _speed(samples, seconds) | _turns(samples, trainable) | _staleness(samples, version)
+    return metrics | _pass_rate(groups, reward_key)
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether zlib makes the end of a text more than ten times shorter: it says the same thing over and over."""
+    data = text[-_REPETITION_CHARACTERS:].encode("utf-8", "replace")
+    return len(data) >= _SHORTEST_BYTES and len(data) > _REPETITION_RATIO * len(zlib.compress(data))
+
+
+def num_turns(loss_mask: Sequence[int]) -> int:
+    """How many times the policy had the word: runs of mask 1."""
+    mask = np.asarray(loss_mask, np.int8)
+    return int((np.diff(mask, prepend=0) == 1).sum())
+
+
+def _speed(samples: Sequence[Sample], seconds: float) -> Metrics:
+    longest = max(samples, key=lambda s: s.response_length)
+    outside = [seconds_outside_generation(s.trace) for s in samples]
+    metrics: Metrics = {"perf/longest_sample_tokens_per_sec": longest.response_length / seconds}
+    if not any(outside):
+        return metrics
+    metrics |= length_metrics("perf/non_generation_time", outside)
+    if (rest := seconds - seconds_outside_generation(longest.trace)) > 0:
+        metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = longest.response_length / rest
+    return metrics
+
+
+def _turns(samples: Sequence[Sample], trainable: Sequence[int]) -> Metrics:
+    """Nothing where nobody but the policy wrote into a response."""
+    if all(0 not in sample.loss_mask for sample in samples):
+        return {}
+    return {
+        **length_metrics("multi_turn/round_number", [num_turns(s.loss_mask) for s in samples]),
+        **length_metrics("multi_turn/raw_response_length", [s.response_length for s in samples]),
+        **length_metrics("multi_turn/wo_obs_response_length", trainable),
+    }
+
+
+def _staleness(samples: Sequence[Sample], version: PolicyVersion) -> Metrics:
+    oldest = [
+        min(span.version for span in s.weight_versions if any(s.loss_mask[span.start : span.end]))
+        for s in samples
+        if any(any(s.loss_mask[span.start : span.end]) for span in s.weight_versions)
+    ]
+    if not oldest:
+        return {}
+    ages = [version - v for v in oldest]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
+
+
+def _pass_rate(groups: Sequence[Group], reward_key: str | None) -> Metrics:
+    try:
+        rewards = [[scalar_reward(s.reward, reward_key) for s in g.samples] for g in groups]
+    except RewardError:  # supervised data, or a rollout function of the user's that leaves rewards to the batch
+        return {}
+    flat = [r for group in rewards for r in group]
+    metrics: Metrics = {}
+    smallest = min(map(len, rewards))
+    if smallest > 1 and set(flat) <= {0.0, 1.0}:
+        k = 1
+        while k <= smallest:
+            rates = [pass_at_k(len(group), sum(r >= 1 for r in group), k) for group in rewards]
+            metrics[f"passrate/pass@{k}"] = sum(rates) / len(rates)
+            k *= 2
+    lengths = [
+        s.response_length
+        for g, rs in zip(groups, rewards, strict=True)
+        for s, r in zip(g.samples, rs, strict=True)
+        if r >= 1
+    ]
+    return metrics | length_metrics("rollout/correct_length", lengths)
