@@ -45,7 +45,7 @@ def run(case, rank, world_size, folder):
     trainer = MegatronTrainer(
         config,
         hf_path=str(folder / case["model"]),
-        platform=get_platform("cpu"),
+        platform=get_platform(case["platform"]),
         rank=rank,
         world_size=world_size,
         init_method=f"file://{folder / ('meet-' + case['name'])}",
