@@ -125,6 +125,27 @@ HOOKS: tuple[Hook, ...] = (
         called="after a rollout, on all groups that ended: kept, dropped and failed",
     ),
     Hook(
+        key="rollout.custom_convert_samples_to_train_data_path",
+        kind="function",
+        parameters=("config", "samples"),
+        returns="dict[str, ndarray]",
+        called="once per rollout; makes the columns of the batch in place of `sample_columns`",
+    ),
+    Hook(
+        key="reward.custom_reward_post_process_path",
+        kind="function",
+        parameters=("config", "samples"),
+        returns="tuple[list[float], list[float]]",
+        called="once per rollout; raw rewards, and advantages in place of the estimator's",
+    ),
+    Hook(
+        key="algo.custom_pg_loss_reducer_function_path",
+        kind="function",
+        parameters=("config", "loss_mask", "cu_seqlens", "trajectory_ids", "global_batch_size"),
+        returns="ndarray",
+        called="once per rollout; the weight of each token's policy loss",
+    ),
+    Hook(
         key="rollout.custom_rollout_log_function_path",
         kind="function",
         parameters=("config", "rollout_id", "groups", "metrics", "seconds"),

@@ -99,6 +99,9 @@ class RolloutConfig:
     rollout_all_samples_process_path: str | None = setting(
         None, "dotted path of a function (config, all_groups, data_source) that sees dropped and failed groups as well"
     )
+    custom_convert_samples_to_train_data_path: str | None = setting(
+        None, "dotted path of a function (config, samples) -> columns of the training batch by name"
+    )
     custom_rollout_log_function_path: str | None = setting(
         None, "dotted path of a function (config, rollout_id, groups, metrics, seconds); True: no other rollout metrics"
     )
@@ -123,6 +126,9 @@ class RewardConfig:
     rm_type: str | None = setting(None, "built-in reward: exact_match, math, gsm8k; a sample's metadata.rm_type wins")
     custom_rm_path: str | None = setting(None, "dotted path of async (config, sample) -> float or dict of floats")
     group_rm: bool = setting(False, "the custom reward scores a whole group: async (config, samples) -> list")
+    custom_reward_post_process_path: str | None = setting(
+        None, "dotted path of a function (config, samples) -> (raw_rewards, rewards), rewards being the advantages"
+    )
     reward_key: str | None = setting(None, "entry of a dict reward to train on")
     rm_timeout_s: float = setting(10.0, "seconds a built-in grader may take for one sample before it is killed")
     rm_num_workers: int = setting(1, "grader processes")
@@ -158,6 +164,9 @@ class AlgoConfig:
     advantage_estimator: str = setting("grpo", "how rewards become advantages", choices=("grpo",))
     disable_grpo_std_normalization: bool = setting(False, "centre rewards but do not divide by the group's std")
     disable_rewards_normalization: bool = setting(False, "use raw rewards as advantages")
+    custom_pg_loss_reducer_function_path: str | None = setting(
+        None, "dotted path of a function that weights each token's policy loss (docs/customization.md)"
+    )
     eps_clip: float = setting(0.2, "lower clip bound of the ratio, as an offset from 1")
     eps_clip_high: float | None = setting(None, "upper clip bound, as an offset from 1; default: --eps-clip")
     eps_clip_c: float | None = setting(None, "dual-clip bound for negative advantages, above 1; default: off")

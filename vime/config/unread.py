@@ -139,6 +139,8 @@ _RULES: tuple[Rule, ...] = (
             "rollout.custom_generate_function_path",
             "rollout.partial_rollout",
             "rollout.rollout_sample_hook_path",
+            "reward.custom_reward_post_process_path",
+            "algo.custom_pg_loss_reducer_function_path",
             "rollout.rollout_sample_filter_path",
             "rollout.rollout_all_samples_process_path",
             "rollout.over_sampling_batch_size",
@@ -152,6 +154,11 @@ _RULES: tuple[Rule, ...] = (
         ),
         _is_sft,
         "--loss-type sft_loss has no policy loss and samples nothing",
+    ),
+    (
+        ("algo.disable_grpo_std_normalization", "algo.disable_rewards_normalization"),
+        lambda c: c.reward.custom_reward_post_process_path is not None,
+        "--custom-reward-post-process-path makes the advantages",
     ),
     (
         ("algo.disable_grpo_std_normalization",),

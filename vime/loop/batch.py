@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +12,8 @@ from vime.algo.reduce import token_loss_weights, token_mean_weights
 from vime.config import AlgoConfig, TrainConfig
 from vime.data.packing import plan_steps
 from vime.errors import ConfigError, DataError
+from vime.loop.batch_hooks import PG_WEIGHTS, BatchHooks
+from vime.loop.columns import sample_columns, sample_name
 from vime.types import Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
 
 
@@ -26,6 +26,7 @@ def make_train_batch(
     dp_size: int,
     reward_key: str | None,
     global_batch_size: int,
+    hooks: BatchHooks | None = None,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
 
@@ -37,6 +38,7 @@ def make_train_batch(
         dp_size: data-parallel ranks.
         reward_key: the entry of a dict reward to train on.
         global_batch_size: trajectories per optimizer step, the constant the loss is averaged over.
+        hooks: the run's own functions for columns, rewards and reduction.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
         sft_loss the advantages are 0 and a missing reward is NaN.
@@ -53,27 +55,33 @@ def make_train_batch(
     for s in samples:
         _check_sample(s, is_policy)
 
-    lengths = np.fromiter((len(s.tokens) for s in samples), np.int64, len(samples))
+    converted = hooks.columns(samples) if hooks is not None else None
+    columns, extra = converted or (sample_columns(samples, reward_key, needs_reward=is_policy), {})
+    lengths, mask, rewards = columns["lengths"], columns["loss_mask"], columns["rewards"]
     cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    tokens, mask, log_probs = _token_columns(samples, cu_seqlens)
-    group_ids = np.fromiter((s.group_id for s in samples), np.int64, len(samples))
-    trajectory_ids = np.fromiter((s.trajectory_id for s in samples), np.int64, len(samples))
-    rewards = np.array([_scalar_reward(s, reward_key, required=is_policy) for s in samples], np.float64)
+    group_ids, trajectory_ids = columns["group_ids"], columns["trajectory_ids"]
 
     steps = _plan(lengths, trajectory_ids, global_batch_size=global_batch_size, dp_size=dp_size, train=train)
     if is_policy:
-        _check_log_probs(samples, mask, log_probs, cu_seqlens)
-        advantages = _advantages(rewards, group_ids, trajectory_ids, algo)
+        names = [sample_name(s) for s in samples] if converted is None else [f"row {i}" for i in range(len(lengths))]
+        _check_log_probs(names, mask, columns["rollout_log_probs"], cu_seqlens)
+        own = hooks.rewards(samples, num_rows=len(lengths)) if hooks is not None else None
+        rewards, advantages = own or (rewards, _advantages(rewards, group_ids, trajectory_ids, algo))
         weights = token_loss_weights(mask, cu_seqlens, trajectory_ids, global_batch_size)
+        pg_weights = (
+            hooks.pg_weights(mask, cu_seqlens, trajectory_ids, global_batch_size) if hooks is not None else None
+        )
+        if pg_weights is not None:
+            extra[PG_WEIGHTS] = pg_weights
     else:
-        advantages = np.zeros(len(samples))
-        weights = token_mean_weights(mask, cu_seqlens, _step_of_sample(steps, len(samples)))
+        advantages = np.zeros(len(lengths))
+        weights = token_mean_weights(mask, cu_seqlens, _step_of_sample(steps, len(lengths)))
     batch = TrainBatch(
         rollout_id=rollout_id,
-        tokens=tokens,
+        tokens=columns["tokens"],
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
-        rollout_log_probs=log_probs,
+        rollout_log_probs=columns["rollout_log_probs"],
         loss_weights=weights.astype(np.float32),
         advantages=advantages.astype(np.float32),
         rewards=rewards.astype(np.float32),
@@ -81,80 +89,37 @@ def make_train_batch(
         trajectory_ids=trajectory_ids,
         steps=steps,
         global_batch_size=global_batch_size,
-        truncated=np.array([s.status == SampleStatus.TRUNCATED for s in samples]),
+        truncated=columns["truncated"],
+        extra=extra,
     )
     return batch, _metrics(batch, rewards, advantages, is_policy=is_policy)
-
-
-def _name(s: Sample) -> str:
-    return f"sample {s.sample_id} of group {s.group_id}"
 
 
 def _check_sample(s: Sample, is_policy: bool) -> None:
     if s.status in (SampleStatus.PENDING, SampleStatus.FAILED):
         why = f" ({s.metadata['error']})" if "error" in s.metadata else ""
-        raise DataError(f"{_name(s)} is {s.status}{why}; the rollout function must finish or replace it")
+        raise DataError(f"{sample_name(s)} is {s.status}{why}; the rollout function must finish or replace it")
     if not s.tokens:
-        raise DataError(f"{_name(s)} has no tokens")
+        raise DataError(f"{sample_name(s)} has no tokens")
     if s.trajectory_id < 0:
-        raise DataError(f"{_name(s)} has trajectory_id {s.trajectory_id}; give every episode its own number from 0")
+        raise DataError(f"{sample_name(s)} has trajectory_id {s.trajectory_id}; give every episode its own from 0")
     if s.response_length == len(s.tokens) and s.loss_mask[0]:
-        raise DataError(f"{_name(s)} has no prompt, so nothing predicts its first token; mask that token out")
-
-
-def _token_columns(
-    samples: Sequence[Sample], cu_seqlens: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-    """tokens, loss_mask, rollout_log_probs, each [T]; mask 0 and NaN over prompts and masked tokens."""
-    total = int(cu_seqlens[-1])
-    tokens = np.fromiter(chain.from_iterable(s.tokens for s in samples), np.int32, total)
-    mask = np.zeros(total, np.uint8)
-    log_probs = np.full(total, np.nan, np.float32)
-    r = np.fromiter((s.response_length for s in samples), np.int64, len(samples))
-    is_response = np.arange(total) >= np.repeat(cu_seqlens[1:] - r, np.diff(cu_seqlens))
-    num_response = int(r.sum())
-    mask[is_response] = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.uint8, num_response)
-    log_probs[is_response] = np.fromiter(
-        chain.from_iterable(s.rollout_log_probs for s in samples), np.float32, num_response
-    )
-    removed = np.array([s.remove_sample for s in samples])
-    mask[np.repeat(removed, np.diff(cu_seqlens))] = 0
-    log_probs[mask == 0] = np.nan
-    return tokens, mask, log_probs
+        raise DataError(f"{sample_name(s)} has no prompt, so nothing predicts its first token; mask that token out")
 
 
 def _check_log_probs(
-    samples: Sequence[Sample],
+    names: Sequence[str],
     mask: npt.NDArray[np.uint8],
     log_probs: npt.NDArray[np.float32],
     cu_seqlens: npt.NDArray[np.int64],
 ) -> None:
     missing = np.flatnonzero((mask != 0) & ~np.isfinite(log_probs))
     if len(missing):
-        s = samples[int(np.searchsorted(cu_seqlens, missing[0], side="right")) - 1]
+        name = names[int(np.searchsorted(cu_seqlens, missing[0], side="right")) - 1]
         raise DataError(
-            f"{_name(s)} has a trainable token without a rollout log-prob ({len(missing)} in the batch); "
+            f"{name} has a trainable token without a rollout log-prob ({len(missing)} in the batch); "
             f"supervised tokens are for --loss-type sft_loss, and masked tokens need loss_mask 0"
         )
-
-
-def _scalar_reward(s: Sample, key: str | None, *, required: bool) -> float:
-    """The number to train on; NaN where there is none and none is required."""
-    value = s.reward
-    if isinstance(value, dict):
-        if key is None:
-            raise DataError(f"{_name(s)} has a dict reward with {sorted(value)}; choose one by --reward-key")
-        if key not in value:
-            raise DataError(f"{_name(s)} has no reward {key!r} (--reward-key); it has {sorted(value)}")
-        value = value[key]
-    if value is None:
-        if required:
-            raise DataError(f"{_name(s)} has no reward; the rollout function must score every sample")
-        return math.nan
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise DataError(f"{_name(s)} has the reward {reward}; rewards must be finite")
-    return reward
 
 
 def _advantages(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from vime.config.hf import local_checkpoint
 from vime.engine.vllm.client import RouterClient
 from vime.errors import ConfigError, EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
+from vime.loop.batch_hooks import BatchHooks
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from vime.loop.recorder import Copies, Recorder
@@ -42,7 +43,7 @@ from vime.platform import get_platform
 from vime.protocols import Completion, DataSource, Engine, Engines, GenerateRequest, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
-from vime.rollout.eval_data import HeldOutSet, load_eval_sets
+from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
@@ -125,7 +126,8 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         progress.expect(num_rollout)
         if not plan.layout.trainer_devices:
             client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-            stage = _rollout_stage(plan, fleet, client, source, tokenizer, eval_sets, stack)
+            context = _hook_context(plan, client, tokenizer, stack)
+            stage = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
             start = config.rollout.start_rollout_id or 0
             run_rollout_only(stage, _recorder(plan, writer, start, stack), start=start, num_rollout=num_rollout)
             return
@@ -143,13 +145,14 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         trainer.wait_ready()
         start = _resume(plan, checkpoint, trainer, source)
+        context = _hook_context(plan, client, tokenizer, stack)
         rollout: Rollout
         if (replayed := config.debug.load_debug_rollout_data) is not None:
             part = config.debug.load_debug_rollout_data_subsample
             rollout = ReplayedRollouts(replayed, range(start, num_rollout), subsample=part)
         else:
-            rollout = _rollout_stage(plan, fleet, client, source, tokenizer, eval_sets, stack)
-        stages = _build_stages(plan, rollout, trainer, fleet, client, source, tokenizer, start, stack)
+            rollout = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
+        stages = _build_stages(plan, context, rollout, trainer, fleet, client, source, start, stack)
         try:
             recorder = _recorder(plan, writer, start, stack, trainer, stages.publisher)
             last = _loop(plan, stages, recorder, start, num_rollout)
@@ -192,31 +195,23 @@ def _what_starts(layout: Layout) -> str:
     return "starting trainer and engines" if layout.engine_devices else "starting the trainer"
 
 
-def _rollout_stage(
-    plan: _Run,
-    fleet: EngineFleet | None,
-    client: RouterClient | None,
-    source: DataSource,
-    tokenizer: Any,
-    eval_sets: Mapping[str, HeldOutSet],
-    stack: ExitStack,
-) -> RolloutStage:
+def _hook_context(plan: _Run, client: RouterClient | None, tokenizer: Any, stack: ExitStack) -> RolloutContext:
+    """What users' functions get as `config`."""
     config = plan.config
     pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s)
     stack.callback(pool.close)
     endpoint: Engines = client if client is not None else NoEngines()
-    context = RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
-    return RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
+    return RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
 
 
 def _build_stages(
     plan: _Run,
+    context: RolloutContext,
     rollout: Rollout,
     trainer: TrainerGroup,
     fleet: EngineFleet | None,
     client: RouterClient | None,
     source: DataSource,
-    tokenizer: Any,
     start: int,
     stack: ExitStack,
 ) -> Stages:
@@ -228,13 +223,15 @@ def _build_stages(
             trainer,
             engines,
             transport=plan.transport,
-            probe_prompts=probe_prompts(source, tokenizer),
+            probe_prompts=probe_prompts(source, context.tokenizer),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
             first_version=start + 1,  # one sync before the first rollout, one after each
             on_version=client.note_version,
         )
         stack.callback(sync.close)
+
+    hooks = BatchHooks.load(context)
 
     def make_batch(rollout_id: int, groups: list[Group]) -> tuple[TrainBatch, Metrics]:
         return make_train_batch(
@@ -245,6 +242,7 @@ def _build_stages(
             dp_size=sizes.data_parallel_size(config, len(plan.layout.trainer_devices)),
             reward_key=config.reward.reward_key,
             global_batch_size=sizes.global_batch_size(config),
+            hooks=hooks,
         )
 
     def save(rollout_id: int) -> Path:
