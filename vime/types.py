@@ -208,6 +208,11 @@ class RolloutResult:
     metrics: Metrics = field(default_factory=dict)
 
 
+PG_WEIGHTS = "pg_loss_weights"
+"""[T] column of `TrainBatch.extra`: what each token's policy loss is multiplied with, in place of `loss_weights`."""
+TOKEN_ADVANTAGES = "token_advantages"
+"""[T] column of `TrainBatch.extra`: an advantage for each token, in place of its sample's."""
+
 # One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
 StepPlan: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 

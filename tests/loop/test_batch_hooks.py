@@ -9,8 +9,9 @@ from tests.fakes import FakeEngines
 from tests.loop.test_batch import make, two_groups
 from vime.config import AlgoConfig, Config, RewardConfig, RolloutConfig
 from vime.errors import HookError
-from vime.loop.batch_hooks import PG_WEIGHTS, BatchHooks
+from vime.loop.batch_hooks import BatchHooks
 from vime.protocols import RolloutContext
+from vime.types import PG_WEIGHTS
 
 HOOKS = "tests.loop.hooks"
 

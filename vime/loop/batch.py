@@ -12,9 +12,9 @@ from vime.algo.reduce import token_loss_weights, token_mean_weights
 from vime.config import AlgoConfig, TrainConfig
 from vime.data.packing import plan_steps
 from vime.errors import ConfigError, DataError
-from vime.loop.batch_hooks import PG_WEIGHTS, BatchHooks
+from vime.loop.batch_hooks import BatchHooks
 from vime.loop.columns import sample_columns, sample_name
-from vime.types import Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
+from vime.types import PG_WEIGHTS, Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
 
 
 def make_train_batch(

@@ -15,9 +15,6 @@ from vime.loop.columns import checked_columns
 from vime.protocols import RolloutContext
 from vime.types import Sample
 
-PG_WEIGHTS = "pg_loss_weights"
-"""Column of `TrainBatch.extra`: what the policy loss of each token is multiplied with in place of `loss_weights`."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchHooks:

@@ -26,7 +26,7 @@ from vime.trainer.megatron import parallel
 from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.packing import MicroBatch
-from vime.types import TrainBatch
+from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
 
 SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
 """What is summed over a step's tokens, each weighted with loss_weights like the loss itself."""
@@ -129,15 +129,16 @@ def _micro_loss(
         main = -(weights * log_probs).sum()
     else:
         old = detached if columns.old_log_probs is None else column(columns.old_log_probs, micro.wanted)
+        advantages = batch.extra.get(TOKEN_ADVANTAGES)
         policy_loss = ppo_clip_loss(
             log_probs,
             old,
-            column(batch.advantages, micro.samples),
+            column(batch.advantages, micro.samples) if advantages is None else column(advantages, micro.wanted),
             eps_clip=algo.eps_clip,
             eps_clip_high=algo.eps_clip_high,
             eps_clip_c=algo.eps_clip_c,
         )
-        main = (weights * policy_loss.loss).sum()
+        main = (column(batch.extra.get(PG_WEIGHTS, batch.loss_weights), micro.wanted) * policy_loss.loss).sum()
         clip_fraction = (weights * policy_loss.clipped).sum()
         log_ratio = (weights * (old - detached)).sum()
     loss = main
