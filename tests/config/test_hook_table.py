@@ -5,15 +5,26 @@ from pathlib import Path
 import pytest
 
 from vime.cli.vime_flags import vime_flags
-from vime.config import Config, RewardConfig, RolloutConfig
-from vime.config.hook_table import HOOKS, load, load_all, problems
+from vime.config import Config, DataConfig, RewardConfig, RolloutConfig
+from vime.config.hook_table import HOOKS, hook, load, load_all, problems
 from vime.errors import ConfigError
+from vime.protocols import DataSource
 
 MODULE = """
+from vime.protocols import DataSource
 def plain(config, *rest, **named): return None
 async def awaited(config, *rest, **named): return None
 def too_few(): return None
-class Thing: pass
+class Source(DataSource):
+    def __init__(self, config, tokenizer): pass
+    def get_groups(self, n): pass
+    def put_back(self, groups): pass
+    def state(self): pass
+    def restore(self, state): pass
+    def epoch_size(self): pass
+class Lacking:
+    def __init__(self, config, tokenizer): pass
+    def get_groups(self): pass
 """
 
 
@@ -39,10 +50,13 @@ def test_each_is_checked_at_start(row, module: str) -> None:
         sections = {f: type(getattr(Config(), f)) for f in (section,)}
         return Config(**{section: sections[section](**{field: [value] if is_list else value})})
 
-    right, wrong = ("awaited", "plain") if row.kind == "async" else ("plain", "awaited")
+    right, wrong = {"async": ("awaited", "plain"), "function": ("plain", "awaited"), "class": ("Source", "plain")}[
+        row.kind
+    ]
     assert not list(problems(config(right)))
     assert load(config(right), row.key) is not None
-    for name, words in ((wrong, "async"), ("too_few", "but is called with"), ("nothing", "has no nothing")):
+    kind = "not a class" if row.kind == "class" else "async"
+    for name, words in ((wrong, kind), ("too_few", "but is called with"), ("nothing", "has no nothing")):
         (problem,) = problems(config(name))
         assert problem.startswith(row.flag) and words in problem
         with pytest.raises(ConfigError, match=words):
@@ -55,3 +69,11 @@ def test_a_group_reward_is_checked_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     reward = RewardConfig(custom_rm_path="grouped_reward.two", group_rm=True)
     (problem,) = problems(Config(reward=reward, rollout=RolloutConfig()))
     assert "has no two" in problem
+
+
+def test_a_data_source_is_checked_method_by_method(module: str) -> None:
+    found = list(problems(Config(data=DataConfig(data_source_path=f"{module}.Lacking"))))
+    assert "has no method put_back, state, restore, epoch_size, begin_rollout, metrics" in found[0]
+    assert "Lacking'.get_groups has parameters (self), but is called with (n)" in found[1]
+    methods = {name for name in vars(DataSource) if not name.startswith("_")}
+    assert set(hook("data.data_source_path").methods) == methods

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from tests.fakes import char_tokenizer
 from vime.config.hooks import UserFunction
-from vime.data.buffer import DataBuffer, oldest_version, pending_again, sample_from_json, sample_to_json
+from vime.data.buffer import DataBuffer, oldest_version, pending_again
 from vime.data.prompt_set import Prompt
 from vime.data.prompts import check_rows
 from vime.data.records import RowKeys
+from vime.data.sample_json import sample_from_json, sample_to_json
 from vime.errors import DataError, HookError
 from vime.observability.metrics import check_names
 from vime.types import Group, Sample, SampleStatus, VersionSpan

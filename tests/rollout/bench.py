@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.fakes import FakeEngines, seeded_digits
 from vime.config import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from vime.data.buffer import DataBuffer, sample_to_json
+from vime.data.buffer import DataBuffer
 from vime.data.prompt_set import Prompt
+from vime.data.sample_json import sample_to_json
 from vime.observability.metrics import check_names
 from vime.protocols import RolloutContext
 from vime.rewards.pool import GraderPool

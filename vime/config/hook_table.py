@@ -5,11 +5,11 @@ The checks at start, the loading and the table in docs/customization.md come fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from vime.config import Config
-from vime.config.hooks import UserFunction, load_hook
+from vime.config.hooks import UserFunction, check_class, load_hook
 from vime.errors import ConfigError
 
 
@@ -27,6 +27,8 @@ class Hook:
     """Arguments passed by name."""
     optional: tuple[str, ...] = ()
     """Arguments passed by name if the function takes them."""
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a class: the methods that will be called, with their positional arguments."""
     returns: str
     """The type, as in the signature."""
     called: str
@@ -94,6 +96,22 @@ HOOKS: tuple[Hook, ...] = (
         parameters=("config", "sample"),
         returns="float | dict[str, float]",
         called="once per sample; with --group-rm once per group with its samples, for a list",
+    ),
+    Hook(
+        key="data.data_source_path",
+        kind="class",
+        parameters=("config", "tokenizer"),
+        methods={
+            "get_groups": ("n",),
+            "put_back": ("groups",),
+            "state": (),
+            "restore": ("state",),
+            "epoch_size": (),
+            "begin_rollout": ("config", "rollout_id"),
+            "metrics": (),
+        },
+        returns="DataSource",
+        called="once, before training, with the settings (a `vime.config.Config`) and the tokenizer",
     ),
     Hook(
         key="data.buffer_filter_path",
@@ -212,6 +230,8 @@ def _load(row: Hook, path: str, config: Config) -> UserFunction:
             is_async=row.kind == "async",
             is_plain=row.kind == "function",
         )
+        if row.kind == "class":
+            check_class(path, function, row.methods)
     except ConfigError as error:
         raise ConfigError([f"{row.flag} {problem}" for problem in error.problems]) from error
     return UserFunction(row.flag, path, function)

@@ -9,7 +9,7 @@ import asyncio
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, cast
@@ -129,6 +129,34 @@ def load_hook(
     if is_plain and _is_async(hook):
         raise ConfigError(f"{path!r} must be a plain function: it is not awaited; drop the `async`")
     return cast(Callable[..., Any], hook)
+
+
+def check_class(path: str, cls: Any, methods: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what is no class, or lacks one of these methods or its parameters.
+
+    Args: methods: name -> names of the positional arguments it is called with.
+    Raises: ConfigError with all that is wrong.
+    """
+    if not inspect.isclass(cls):
+        raise ConfigError(f"{path!r} is a {type(cls).__name__}, not a class")
+    problems = []
+    if missing := [name for name in methods if not callable(getattr(cls, name, None))]:
+        problems.append(f"{path!r} has no method {', '.join(missing)}")
+    for name, parameters in methods.items():
+        if name in missing:
+            continue
+        method = getattr(cls, name)
+        try:
+            inspect.signature(method).bind("self", *parameters)
+        except TypeError as error:
+            call = ", ".join(parameters)
+            problems.append(
+                f"{path!r}.{name} has parameters {inspect.signature(method)}, but is called with ({call}): {error}"
+            )
+    if abstract := sorted(getattr(cls, "__abstractmethods__", ())):
+        problems.append(f"{path!r} leaves out {', '.join(abstract)}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def raised(error: BaseException, function: Callable[..., Any] | None = None) -> str:

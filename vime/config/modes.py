@@ -15,6 +15,12 @@ def replays(config: Config) -> bool:
     return config.debug.load_debug_rollout_data is not None
 
 
+def reads_prompts(config: Config) -> bool:
+    """Whether vime itself reads --prompt-data (a data source of the user's may read it in its own way)."""
+    data = config.data
+    return not replays(config) and data.data_source_path is None and not data.disable_rollout_global_dataset
+
+
 def generates(config: Config) -> bool:
     """Whether the run samples from engines (supervised training and replays do not)."""
     return config.algo.loss_type != "sft_loss" and not replays(config)

@@ -55,6 +55,10 @@ class DataConfig:
     rollout_shuffle: bool = setting(False, "shuffle the prompts anew each epoch, seeded by --rollout-seed")
     rollout_seed: int = setting(42, "seed of the shuffle and of sampling")
     rollout_max_prompt_len: int | None = setting(None, "drop prompts of more tokens than this")
+    data_source_path: str | None = setting(None, "dotted path of a DataSource class, in the place of the data buffer")
+    disable_rollout_global_dataset: bool = setting(
+        False, "read no prompts: the rollout function, or the generate function, makes its own"
+    )
     buffer_filter_path: str | None = setting(
         None, "dotted path of (config, rollout_id, buffer, n) -> list of at most n groups put back, to go on with"
     )

@@ -39,6 +39,11 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.train.stop_below is None and c.train.stop_above is None,
         "add --stop-below or --stop-above",
     ),
+    (
+        ("data.prompt_data", "data.prompt_data_weights", "data.rollout_shuffle", "data.rollout_max_prompt_len"),
+        lambda c: c.data.disable_rollout_global_dataset,
+        "--disable-rollout-global-dataset reads no prompts",
+    ),
     (("train.lr_warmup_init",), lambda c: c.train.lr_warmup_iters == 0, "add --lr-warmup-iters"),
     (
         ("train.lr_decay_iters",),

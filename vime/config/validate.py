@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
-from vime.config.modes import generates, replays, trains
+from vime.config.modes import generates, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
 from vime.config.validate_data import check_eval_sets, check_prompts
@@ -99,8 +99,8 @@ def refuse_what_the_trainer_cannot_do(
 def _required(config: Config) -> Iterator[str]:
     if not config.checkpoint.hf_checkpoint:
         yield "--hf-checkpoint is required: an HF checkpoint folder or a hub name"
-    if not config.data.prompt_data and not replays(config):
-        yield "--prompt-data is required: JSONL or Parquet files of prompts"
+    if not config.data.prompt_data and reads_prompts(config):
+        yield "--prompt-data is required: JSONL or Parquet files of prompts (or --data-source-path)"
     if config.rollout.rollout_batch_size == 0:
         yield "--rollout-batch-size is required: prompts per rollout"
     if config.rollout.num_rollout is None and config.rollout.num_epoch is None:
@@ -306,6 +306,7 @@ def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
         generates(config)
         and reward.rm_type is not None
         and config.data.label_key is None
+        and reads_prompts(config)
         and config.rollout.custom_generate_function_path is None
         and not _is_custom_rollout(config)
     ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from vime.config import Config, hook_table
 from vime.config.eval_sets import check_settings, eval_sets
+from vime.config.modes import reads_prompts
 from vime.config.prompt_files import check_prompt_files
 from vime.errors import ConfigError
 
@@ -13,8 +14,10 @@ from vime.errors import ConfigError
 def check_prompts(config: Config) -> Iterator[str]:
     """The training prompts' first rows, their keys and weights."""
     data = config.data
-    for word in data.prompt_data:
-        yield from check_prompt_files("--prompt-data", word, _needed(data.input_key, data.label_key))
+    if reads_prompts(config):
+        for word in data.prompt_data:
+            yield from check_prompt_files("--prompt-data", word, _needed(data.input_key, data.label_key))
+    yield from _without_files(config)
     keys = {
         "--input-key": data.input_key,
         "--label-key": data.label_key,
@@ -33,6 +36,24 @@ def check_prompts(config: Config) -> Iterator[str]:
         )
     if wrong := [weight for weight in weights if weight <= 0]:
         yield f"--prompt-data-weights holds {wrong[0]}, but must be above 0; leave out what is not wanted"
+
+
+def _without_files(config: Config) -> Iterator[str]:
+    """What a run needs that has no prompt files."""
+    data, rollout = config.data, config.rollout
+    if not data.disable_rollout_global_dataset:
+        return
+    if data.data_source_path is not None:
+        yield (
+            f"--disable-rollout-global-dataset and --data-source-path {data.data_source_path} are both given; keep one"
+        )
+    if rollout.num_rollout is None and rollout.num_epoch is not None:
+        yield "--num-epoch counts prompts, and --disable-rollout-global-dataset has none; give --num-rollout"
+    if rollout.rollout_function_path.startswith("vime.") and rollout.custom_generate_function_path is None:
+        yield (
+            "--disable-rollout-global-dataset leaves nobody to make prompts; give --rollout-function-path or "
+            "--custom-generate-function-path a function that does"
+        )
 
 
 def check_eval_sets(

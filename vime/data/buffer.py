@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
-
-import numpy as np
 
 from vime.config.hooks import UserFunction
 from vime.data.order import PromptOrder
 from vime.data.prompt_set import Prompt, PromptSet
+from vime.data.sample_json import group_from_json, group_to_json
 from vime.errors import DataError
 from vime.protocols import DataSource, RolloutContext
-from vime.types import Group, Metrics, Sample, SampleStatus, VersionSpan
+from vime.types import Group, Metrics, Sample
 
 _NONE = Prompt(prompt="", tokens=())  # where the rollout function makes its own prompts
 _FORMAT = 2  # of the state; a reader of another one refuses it
@@ -144,9 +141,7 @@ class DataBuffer(DataSource):
             "next_group_id": self._next_group_id,
             "next_sample_id": self._next_sample_id,
             "num_discarded": self._num_discarded,
-            "put_back": [
-                {"group_id": g.group_id, "samples": [sample_to_json(s) for s in g.samples]} for g in self._put_back
-            ],
+            "put_back": [group_to_json(group) for group in self._put_back],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -161,7 +156,7 @@ class DataBuffer(DataSource):
                 "the exported model (--save-hf, then --hf-checkpoint) with another --save"
             )
         try:
-            put_back = [Group(g["group_id"], [sample_from_json(s) for s in g["samples"]]) for g in state["put_back"]]
+            put_back = [group_from_json(group) for group in state["put_back"]]
             counters = [int(state[key]) for key in ("next_group_id", "next_sample_id", "num_discarded")]
             if min(counters) < 0:
                 raise ValueError(f"negative counters {counters}")
@@ -290,43 +285,6 @@ def pending_again(group: Group) -> Group:
 
 
 GENERATED_METADATA = frozenset({"error", "reward_verdict"})  # what vime itself writes into metadata while generating
-
-
-def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """A JSON-ready dict that `sample_from_json` turns into an equal sample. Raises: DataError."""
-    data = {f.name: getattr(sample, f.name) for f in fields(sample)}
-    data["tokens"], data["loss_mask"] = list(sample.tokens), list(sample.loss_mask)
-    # JSON has no NaN; a missing log-prob is null.
-    data["rollout_log_probs"] = [None if math.isnan(lp) else lp for lp in sample.rollout_log_probs]
-    data["weight_versions"] = [[span.version, span.start, span.end] for span in sample.weight_versions]
-    data["status"] = sample.status.value
-    if (routed := sample.routed_experts) is not None:
-        raw = base64.b64encode(np.ascontiguousarray(routed).tobytes()).decode()
-        data["routed_experts"] = {"dtype": routed.dtype.str, "shape": list(routed.shape), "base64": raw}
-    try:
-        json.dumps(data, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"sample {sample.sample_id} cannot be saved: {error}; keep label, metadata, reward and trace JSON-ready"
-        ) from error
-    return data
-
-
-def sample_from_json(data: Mapping[str, Any]) -> Sample:
-    """The inverse of `sample_to_json`. Raises: KeyError, TypeError, ValueError on a damaged dict."""
-    routed = data["routed_experts"]
-    if routed is not None:
-        flat = np.frombuffer(base64.b64decode(routed["base64"]), np.dtype(routed["dtype"]))
-        routed = flat.reshape(routed["shape"]).copy()
-    return Sample(
-        **{
-            **data,
-            "rollout_log_probs": [math.nan if lp is None else lp for lp in data["rollout_log_probs"]],
-            "weight_versions": tuple(VersionSpan(*span) for span in data["weight_versions"]),
-            "status": SampleStatus(data["status"]),
-            "routed_experts": routed,
-        }
-    )
 
 
 def _own(metadata: dict[str, Any]) -> dict[str, Any]:

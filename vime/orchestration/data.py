@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vime.config import Config, hook_table, modes
+from vime.config import Config, modes
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, tokenise_prompts
-from vime.errors import ConfigError
+from vime.data.source import make_buffer, make_own_source
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
 from vime.rewards import REWARDS
@@ -22,7 +22,7 @@ def check_data(config: Config) -> CheckedRows | None:
 
     Raises: DataError, ConfigError.
     """
-    if modes.replays(config):
+    if not modes.reads_prompts(config):
         return None
     return check_prompts(config, REWARDS if modes.generates(config) else None)
 
@@ -31,28 +31,14 @@ def build_source(config: Config, rows: CheckedRows | None, tokenizer: Any) -> Da
     """What hands out the run's prompts.
 
     Args: rows: of `check_data`.
-    Raises: DataError if prompts cannot be rendered; ConfigError if a rollout takes more prompts than there are.
+    Raises: DataError if prompts cannot be rendered; ConfigError if a rollout takes more prompts than there are;
+        HookError for what the user's class raised.
     """
     if modes.replays(config):
         return ReplaySource()
-    data, rollout = config.data, config.rollout
-    assert rows is not None, "without prompts there is nothing to hand out"
-    source = DataBuffer(
-        tokenise_prompts(config, rows, tokenizer),
-        n_samples_per_prompt=rollout.n_samples_per_prompt,
-        shuffle=data.rollout_shuffle,
-        seed=data.rollout_seed,
-        weights=data.prompt_data_weights or None,
-        buffer_filter=hook_table.load(config, "data.buffer_filter_path"),
-        sort_by_staleness=data.buffer_sort_by_staleness,
-    )
-    size = source.epoch_size()
-    if size is not None and rollout.rollout_batch_size > size:
-        raise ConfigError(
-            f"--rollout-batch-size is {rollout.rollout_batch_size}, but --prompt-data has {size} prompts that can be "
-            f"used, so one rollout would hold a prompt twice; use at most {size}"
-        )
-    return source
+    if config.data.data_source_path is not None:
+        return make_own_source(config, tokenizer)
+    return make_buffer(config, None if rows is None else tokenise_prompts(config, rows, tokenizer))
 
 
 def probe_prompts(source: DataSource, tokenizer: Any) -> Sequence[Sequence[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vime.config import Config
 from vime.data.chat import chat_kwargs_of, render_chat
+from vime.data.source import take_groups
 from vime.errors import ConfigError, DataError
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rollout.stats import length_metrics
@@ -38,7 +39,7 @@ def generate_rollout(
             "vime.rollout.vllm_rollout.generate_rollout in a run that has them"
         )
     settings = config.config
-    groups = data_source.get_groups(settings.rollout.rollout_batch_size)
+    groups = take_groups(data_source, settings.rollout.rollout_batch_size)
     if any(len(group.samples) != 1 for group in groups):
         raise ConfigError("--n-samples-per-prompt must be 1 with supervised data: every further sample is the same")
     samples = [group.samples[0] for group in groups]

@@ -12,6 +12,7 @@ import numpy as np
 
 from vime.config import hook_table
 from vime.config.hooks import raised
+from vime.data.source import take_groups
 from vime.errors import EngineError, VimeError
 from vime.observability.trace import add_span
 from vime.protocols import DataSource, Engines, RolloutContext
@@ -93,7 +94,7 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         while len(kept.groups) < target:
             missing = target - len(kept.groups) - runner.num_outstanding
             if missing > 0:
-                for group in source.get_groups(config.rollout.over_sampling_batch_size or missing):
+                for group in take_groups(source, config.rollout.over_sampling_batch_size or missing):
                     kept.stats.start(group)
                     runner.start(group)
             outcome = await runner.next_outcome()
