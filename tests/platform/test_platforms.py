@@ -135,3 +135,22 @@ def test_a_package_may_register_a_platform(monkeypatch: pytest.MonkeyPatch) -> N
     assert get_platform("tpu").name == "tpu"
     with pytest.raises(ConfigError, match="'npu', which nobody registered; known: auto, cpu, cuda, tpu"):
         get_platform("npu")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.0),
+        ("NVIDIA H100 PCIe", "float16", 756.0),
+        ("NVIDIA H200", "float32", None),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
+    ],
+)
+def test_the_peak_is_the_data_sheets_or_nobodys(
+    device: str, dtype: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(cuda.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout=f"0, GPU-aaaa, {device}\n"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert get_platform("cuda").peak_tflops(dtype) == peak
+    assert get_platform("cpu").peak_tflops(dtype) is None

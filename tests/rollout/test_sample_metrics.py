@@ -35,7 +35,7 @@ def metrics_of(*samples, **arguments):
 
 
 def test_turns_are_runs_of_the_policys_own_tokens():
-    assert [num_turns(m) for m in ([1, 1, 0, 1], [0, 1, 1], [0], [1, 0, 1, 0, 1], [])] == [2, 1, 0, 3, 0]
+    assert [num_turns(bytes(m)) for m in ([1, 1, 0, 1], [0, 1, 1], [0], [1, 0, 1, 0, 1], [])] == [2, 1, 0, 3, 0]
     metrics = metrics_of(sample(0, [1, 1, 0, 0, 1], 1.0), sample(1, [1], 0.0))
     assert metrics["multi_turn/round_number/mean"] == 1.5
     assert metrics["multi_turn/raw_response_length/max"] == 5

@@ -48,7 +48,7 @@ rollout/reward_<verdict> | ratio | generated samples whose grading ended without
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
 rollout/correct_length/<statistic> | tokens | response length over the samples trained on with a reward of at least 1: `mean`, `median`, `min`, `max`
-rollout/repetition_frac | ratio | samples trained on whose last 10,000 characters zlib makes more than ten times shorter
+rollout/repetition_frac | ratio | samples trained on whose last 10,000 characters zlib (level 1) makes more than ten times shorter
 rollout/prefix_cache_hit_rate | ratio | prompt tokens the engines found in their prefix cache, of those they looked for
 rollout/avg_cached_tokens_per_sample | tokens | prompt tokens found in the prefix cache, per response the engines ended
 rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled; `preemptions`: requests an engine set back for want of cache

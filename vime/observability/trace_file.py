@@ -36,7 +36,7 @@ class TraceFile:
         """Add events, or none of them when they do not fit. Raises: OSError (a full disk)."""
         if self._is_full or not events:
             return
-        text = ",\n".join(json.dumps(event, separators=(",", ":"), default=str) for event in events).encode()
+        text = json.dumps(list(events), separators=(",", ":"), default=str)[1:-1].encode()
         place = self._file.seek(0, 2) - len(_END)
         if place + len(text) > self._max_bytes:
             self._is_full = True

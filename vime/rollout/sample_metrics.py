@@ -5,8 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import numpy as np
-
 from vime.errors import RewardError
 from vime.observability.trace import seconds_outside_generation
 from vime.rewards.score import scalar_reward
@@ -33,25 +31,25 @@ def sample_metrics(
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {}
-    trainable = [sum(sample.loss_mask) for sample in samples]
+    masks = [bytes(sample.loss_mask) for sample in samples]  # millions of entries: bytes count and search fast
+    trainable = [mask.count(1) for mask in masks]
     metrics: Metrics = {
         "rollout/repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
         "perf/effective_tokens_per_gpu_per_sec": sum(trainable) / (seconds * num_devices),
     }
-    metrics |= _speed(samples, seconds) | _turns(samples, trainable) | _staleness(samples, version)
+    metrics |= _speed(samples, seconds) | _turns(masks, trainable) | _staleness(samples, masks, version)
     return metrics | _pass_rate(groups, reward_key)
 
 
 def is_repetitive(text: str) -> bool:
     """Whether zlib makes the end of a text more than ten times shorter: it says the same thing over and over."""
     data = text[-_REPETITION_CHARACTERS:].encode("utf-8", "replace")
-    return len(data) >= _SHORTEST_BYTES and len(data) > _REPETITION_RATIO * len(zlib.compress(data))
+    return len(data) >= _SHORTEST_BYTES and len(data) > _REPETITION_RATIO * len(zlib.compress(data, level=1))
 
 
-def num_turns(loss_mask: Sequence[int]) -> int:
+def num_turns(loss_mask: bytes) -> int:
     """How many times the policy had the word: runs of mask 1."""
-    mask = np.asarray(loss_mask, np.int8)
-    return int((np.diff(mask, prepend=0) == 1).sum())
+    return len(loss_mask.replace(b"\0", b" ").split())
 
 
 def _speed(samples: Sequence[Sample], seconds: float) -> Metrics:
@@ -66,23 +64,23 @@ def _speed(samples: Sequence[Sample], seconds: float) -> Metrics:
     return metrics
 
 
-def _turns(samples: Sequence[Sample], trainable: Sequence[int]) -> Metrics:
+def _turns(masks: Sequence[bytes], trainable: Sequence[int]) -> Metrics:
     """Nothing where nobody but the policy wrote into a response."""
-    if all(0 not in sample.loss_mask for sample in samples):
+    lengths = list(map(len, masks))
+    if lengths == list(trainable):
         return {}
     return {
-        **length_metrics("multi_turn/round_number", [num_turns(s.loss_mask) for s in samples]),
-        **length_metrics("multi_turn/raw_response_length", [s.response_length for s in samples]),
+        **length_metrics("multi_turn/round_number", list(map(num_turns, masks))),
+        **length_metrics("multi_turn/raw_response_length", lengths),
         **length_metrics("multi_turn/wo_obs_response_length", trainable),
     }
 
 
-def _staleness(samples: Sequence[Sample], version: PolicyVersion) -> Metrics:
-    oldest = [
-        min(span.version for span in s.weight_versions if any(s.loss_mask[span.start : span.end]))
-        for s in samples
-        if any(any(s.loss_mask[span.start : span.end]) for span in s.weight_versions)
-    ]
+def _staleness(samples: Sequence[Sample], masks: Sequence[bytes], version: PolicyVersion) -> Metrics:
+    oldest: list[PolicyVersion] = []
+    for sample, mask in zip(samples, masks, strict=True):
+        trained = [span.version for span in sample.weight_versions if mask.find(1, span.start, span.end) >= 0]
+        oldest += [min(trained)] if trained else []
     if not oldest:
         return {}
     ages = [version - v for v in oldest]
