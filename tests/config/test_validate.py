@@ -19,6 +19,8 @@ from vime.config import (
     TrainConfig,
 )
 from vime.config.validate import Facts, validate
+from vime.protocols import DataSource
+from vime.types import Group
 
 SFT = "vime.rollout.sft_rollout.generate_rollout"
 SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 100}
@@ -153,6 +155,11 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
             "--prompt-data-weights gives 2 weights for 1 words of --prompt-data",
         ),
         ({"data__prompt_data_weights": [0.0]}, "--prompt-data-weights holds 0.0, but must be above 0"),
+        (
+            {"data__disable_rollout_global_dataset": True},
+            "--disable-rollout-global-dataset leaves nobody to make prompts; give --rollout-function-path",
+        ),
+        ({"data__data_source_path": "no_such_module.f"}, "--data-source-path 'no_such_module.f': importing"),
         ({"data__buffer_filter_path": "no_such_module.f"}, "--buffer-filter-path 'no_such_module.f': importing"),
         ({"eval__eval_prompt_data": ["a"]}, "--eval-prompt-data takes pairs of NAME PATH, but got 1 words: a"),
         ({"eval__eval_prompt_data": ["a", "/x"]}, "held-out set a: /x cannot be read"),
@@ -279,3 +286,39 @@ def test_sections_are_independent_of_each_other() -> None:
     assert ClusterConfig().actor_num_nodes == 1 and AlgoConfig().eps_clip == 0.2
     assert EvalConfig().eval_prompt_data is not EvalConfig().eval_prompt_data, "lists are copied"
     assert TrainConfig().micro_batch_size == 1
+
+
+def test_a_run_without_prompt_files_needs_its_own_prompts_and_an_end(right: Config) -> None:
+    source = f"{__name__}.Source"
+    bare = changed(right, data__prompt_data=[], data__label_key=None)
+    assert problems(changed(bare, data__data_source_path=source)) == []
+    assert problems(changed(bare, data__data_source_path=source, data__prompt_data=["what it likes"])) == []
+    generates = changed(
+        bare,
+        data__disable_rollout_global_dataset=True,
+        rollout__rollout_function_path="tests.rollout.hooks.rollout_of_one",
+    )
+    assert problems(generates) == []
+    (found,) = problems(changed(generates, data__data_source_path=source))
+    assert "are both given; keep one" in found
+    (found,) = problems(changed(generates, rollout__num_rollout=None, rollout__num_epoch=1))
+    assert found.startswith("--num-epoch counts prompts, and --disable-rollout-global-dataset has none")
+    (found,) = problems(changed(generates, data__rollout_shuffle=True), explicit=frozenset({"data.rollout_shuffle"}))
+    assert "--rollout-shuffle is True, but nothing reads it: --disable-rollout-global-dataset" in found
+
+
+class Source(DataSource):
+    def __init__(self, config: object, tokenizer: object) -> None: ...
+
+    def get_groups(self, n: int) -> list[Group]:
+        return []
+
+    def put_back(self, groups: object) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: object) -> None: ...
+
+    def epoch_size(self) -> int | None:
+        return None

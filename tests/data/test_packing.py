@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.data.packing import plan_steps
@@ -37,6 +37,7 @@ def plan_inputs(draw):
 
 
 @given(plan_inputs())
+@settings(deadline=None)
 def test_every_plan_is_sound(inputs):
     lengths, ids = inputs["lengths"], inputs["trajectory_ids"]
     steps = plan_steps(**inputs)
@@ -61,6 +62,7 @@ def test_every_plan_is_sound(inputs):
 
 
 @given(plan_inputs(), st.randoms(use_true_random=False))
+@settings(deadline=None)
 def test_order_of_equal_work_does_not_change_the_loads(inputs, random):
     inputs["trajectory_ids"] = list(range(len(inputs["lengths"])))
     inputs["global_batch_size"] = len(inputs["lengths"])
