@@ -82,7 +82,8 @@ class Sample:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     trace: list[dict[str, Any]] = field(default_factory=list)
-    """Spans of this sample's life: {"name", "start_s", "end_s"}."""
+    """Spans of this sample's life: {"name", "start_s", "end_s"} in Unix seconds, and details; hooks add theirs by
+    `vime.observability.trace.span`."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__

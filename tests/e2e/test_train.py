@@ -57,6 +57,8 @@ def test_every_step_says_how_busy_engines_and_trainer_were(finished: tuple[Path,
         for name in ("queue", "prefill", "decode", "first_token", "total"):
             assert 0 <= row[f"perf/request_latency/{name}"] < row["perf/step_time"], name
         assert row["perf/tokens_per_gpu_per_sec"] >= row["perf/effective_tokens_per_gpu_per_sec"] > 0
+        assert row["rollout/log_probs"] == pytest.approx(row["rollout/rollout_log_probs"], abs=1e-5)
+        assert row["rollout/ref_log_probs"] < 0
         assert row["perf/actor_train_tflops"] > 0 and row["perf/actor_train_tok_per_s"] > 0
         assert row["memory/driver_rss_bytes"] > 1e8 < row["memory/trainer_rss_bytes"]
         assert row["staleness/max"] == 0
@@ -74,7 +76,7 @@ def test_the_trace_has_stages_ranks_engines_and_samples_on_one_clock(finished: t
         return [e for e in spans if processes[e["pid"]] == process and e["name"] == name]
 
     assert len(of("loop", "step")) == 4 and len(of("samples", "generate")) == 3 * 8 * 4 == len(of("samples", "reward"))
-    assert {e["tid"] for e in of("engines", "commit")} == {1, 101}, "two engines"
+    assert {e["tid"] for e in of("engines", "commit")} == {1, 101} == {e["tid"] for e in of("engines", "rollout")}
     for inner, outer in (
         (of("trainer", "actor_train"), of("loop", "train")),
         (of("samples", "generate"), of("loop", "rollout")),

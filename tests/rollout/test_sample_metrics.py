@@ -2,6 +2,8 @@ import math
 import random
 import string
 
+import pytest
+
 from vime.observability.activity import Activity
 from vime.observability.engine_stats import EngineStats
 from vime.observability.metrics import check_names
@@ -96,6 +98,9 @@ def test_the_meter_counts_what_engines_sampled_between_start_and_finish():
     check_names(metrics)
     assert metrics["perf/tokens_per_gpu_per_sec"] == 60 / (3 * 2)
     assert (metrics["perf/engine_busy_s"], metrics["perf/request_latency/queue"]) == (3.0, 0.5)
+    ((span,),) = meter.take_spans()
+    assert (span["sampled_tokens"], span["end_s"] - span["start_s"]) == (60, pytest.approx(3.0))
+    assert meter.take_spans() == []
     begin = meter.start()
     now[0] = 14.0
     assert "perf/tokens_per_gpu_per_sec" not in meter.finish(begin, groups), "an engine did not answer"

@@ -16,6 +16,26 @@ class LogProbDiff(NamedTuple):
     max: float
 
 
+def trajectory_mean(
+    values: npt.NDArray[Any], mask: npt.NDArray[Any], trajectory_index: npt.NDArray[Any], n_global: int
+) -> float:
+    """Mean over tokens under mask 1 inside each trajectory, siblings pooled, summed over trajectories / n_global.
+
+    Args:
+        values: [T] float. Values under mask 0 may be NaN and do not count.
+        mask: [T], nonzero where the token counts.
+        trajectory_index: [T] int, equal for all tokens of one trajectory.
+        n_global: trajectories of the batch, those without a token under mask 1 included.
+    Returns: NaN if no token is under mask 1.
+    """
+    on = mask != 0
+    if not on.any():
+        return float("nan")
+    _, trajectory = np.unique(trajectory_index[on], return_inverse=True)
+    means = np.bincount(trajectory, weights=values[on].astype(np.float64)) / np.bincount(trajectory)
+    return float(means.sum() / n_global)
+
+
 def log_prob_abs_diff(
     train_log_probs: npt.NDArray[Any],
     rollout_log_probs: npt.NDArray[Any],
@@ -45,7 +65,6 @@ def log_prob_abs_diff(
     on = mask != 0
     if not on.any():
         return LogProbDiff(np.nan, np.nan, np.nan)
-    diff = np.abs(train_log_probs[on].astype(np.float64) - rollout_log_probs[on].astype(np.float64))
-    _, trajectory = np.unique(trajectory_index[on], return_inverse=True)
-    means = np.bincount(trajectory, weights=diff) / np.bincount(trajectory)
-    return LogProbDiff(float(means.sum() / n_global), float(np.percentile(diff, 99)), float(diff.max()))
+    diff = np.abs(train_log_probs.astype(np.float64) - rollout_log_probs.astype(np.float64))
+    mean = trajectory_mean(diff, mask, trajectory_index, n_global)
+    return LogProbDiff(mean, float(np.percentile(diff[on], 99)), float(diff[on].max()))

@@ -37,6 +37,7 @@ rollout/generated_reward | reward | mean reward of all generated samples, those 
 rollout/rewards | reward | mean over trajectories of the reward after the estimator's normalisation; about 0 when groups are centred
 rollout/advantages | 1 | mean advantage over trajectories
 rollout/advantages/{min,max} | 1 | smallest and largest of them
+rollout/{rollout_log_probs,log_probs,ref_log_probs} | nats | mean log-prob of the trainable tokens under the engine, the trainer before its first update, and the reference; per trajectory, then over the batch
 rollout/zero_std | ratio | groups trained on whose trajectories all have the same reward, so that they teach nothing
 rollout/zero_std/count_<reward> | groups | generated groups, kept or dropped, whose rewards all equal this value
 rollout/total_lengths | tokens | mean length of a sample trained on, prompt and response

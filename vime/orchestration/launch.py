@@ -129,7 +129,8 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             context = _hook_context(plan, client, tokenizer, stack)
             stage = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
             start = config.rollout.start_rollout_id or 0
-            run_rollout_only(stage, _recorder(plan, writer, start, stack), start=start, num_rollout=num_rollout)
+            recorder = _recorder(plan, writer, start, stack, rollout=stage)
+            run_rollout_only(stage, recorder, start=start, num_rollout=num_rollout)
             return
         trainer = TrainerGroup(
             config,
@@ -154,7 +155,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             rollout = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
         stages = _build_stages(plan, context, rollout, trainer, fleet, client, source, start, stack)
         try:
-            recorder = _recorder(plan, writer, start, stack, trainer, stages.publisher)
+            recorder = _recorder(plan, writer, start, stack, stages.rollout, stages.publisher, trainer)
             last = _loop(plan, stages, recorder, start, num_rollout)
         except (EngineError, WeightSyncError):
             if fleet is not None:
@@ -310,8 +311,9 @@ def _recorder(
     writer: MetricWriter,
     start: int,
     stack: ExitStack,
-    trainer: TrainerGroup | None = None,
+    rollout: Rollout,
     publisher: Publisher | None = None,
+    trainer: TrainerGroup | None = None,
 ) -> Recorder:
     config = plan.config
     tracer = make_tracer(
@@ -319,7 +321,7 @@ def _recorder(
         plan.folder,
         start,
         trainer=trainer.take_spans if trainer is not None else None,
-        engines=publisher.take_spans if isinstance(publisher, WeightSync) else None,
+        engines=[part.take_spans for part in (publisher, rollout) if isinstance(part, WeightSync | RolloutStage)],
     )
     if tracer is not None:
         stack.callback(tracer.close)

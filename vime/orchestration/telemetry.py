@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,14 +69,20 @@ def make_tracer(
     start: int,
     *,
     trainer: Callable[[], Sequence[Sequence[Span]]] | None,
-    engines: Callable[[], Sequence[Sequence[Span]]] | None,
+    engines: Sequence[Callable[[], Sequence[Sequence[Span]]]],
 ) -> RunTracer | None:
     """Writes trace_<first rollout>.json into the run folder; None without --trace.
 
-    Args: trainer, engines: give the spans since the last call, a list for each rank or engine.
+    Args: trainer, engines: give the spans since the last call, a list for each rank or engine; those of several calls
+        go to one track.
     """
     if not config.log.trace:
         return None
     file = TraceFile(folder.path / f"trace_{start:06d}.json", config.log.trace_max_mib * _MIB)
-    sources = {"trainer": trainer, "engines": engines}
-    return RunTracer(file, {name: take for name, take in sources.items() if take is not None})
+    sources: dict[str, Callable[[], Sequence[Sequence[Span]]]] = {"engines": lambda: _merged([t() for t in engines])}
+    return RunTracer(file, sources | ({"trainer": trainer} if trainer is not None else {}))
+
+
+def _merged(sources: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
+    """For each engine, its spans from all sources; one that has none at all says nothing of how many there are."""
+    return [[span for part in parts for span in part] for parts in zip_longest(*sources, fillvalue=())]

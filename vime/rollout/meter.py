@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vime.observability.activity import Activity
 from vime.observability.engine_stats import EngineStats, engine_metrics, total
+from vime.observability.trace import Span
 from vime.rollout.sample_metrics import sample_metrics
 from vime.types import Group, Metrics, PolicyVersion
+
+_SPANS_KEPT = 100  # rollouts, where nobody takes their spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class RolloutMeter:
     ) -> None:
         self._read_stats, self._activity, self._num_devices = read_stats, activity, num_devices
         self._version, self._reward_key, self._clock = version, reward_key, clock
+        self._spans: deque[list[Span]] = deque(maxlen=_SPANS_KEPT)
 
     def start(self) -> Reading:
         """Before the rollout function is called."""
@@ -64,6 +69,27 @@ class RolloutMeter:
         stats = self._read_stats()
         if begin.stats is not None and stats is not None:
             metrics |= engine_metrics(begin.stats, stats, seconds)
-            sampled = total([late.since(early) for early, late in zip(begin.stats, stats, strict=True)]).sampled_tokens
-            metrics["perf/tokens_per_gpu_per_sec"] = sampled / (seconds * self._num_devices)
+            each = [late.since(early) for early, late in zip(begin.stats, stats, strict=True)]
+            metrics["perf/tokens_per_gpu_per_sec"] = total(each).sampled_tokens / (seconds * self._num_devices)
+            self._spans.append([_span(done, seconds) for done in each])
         return metrics
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each engine did in the rollouts since the last call; for the trace."""
+        spans = [list(of_engine) for of_engine in zip(*self._spans, strict=True)]
+        self._spans.clear()
+        return spans
+
+
+def _span(done: EngineStats, seconds: float) -> Span:
+    """A rollout that has just ended, as one engine saw it."""
+    end = time.time()
+    return {
+        "name": "rollout",
+        "start_s": end - seconds,
+        "end_s": end,
+        "responses": done.num_requests,
+        "sampled_tokens": done.sampled_tokens,
+        "running_requests": done.running_s / seconds,
+        "preemptions": done.num_preemptions,
+    }

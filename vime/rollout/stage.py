@@ -8,6 +8,7 @@ from typing import Any
 
 from vime.config import hook_table
 from vime.config.hooks import UserFunction
+from vime.observability.trace import Span
 from vime.protocols import DataSource, RolloutContext
 from vime.rollout.meter import RolloutMeter
 from vime.types import Group, Metrics, RolloutResult
@@ -52,6 +53,10 @@ class RolloutStage:
             skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
             result.metrics = _after_log(self._log, skip, result.metrics)
         return result
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each engine did in the rollouts since the last call; for the trace."""
+        return self._meter.take_spans() if self._meter is not None else []
 
     def evaluate(self, rollout_id: int) -> RolloutResult:
         """Samples and metrics of the held-out sets. Raises: HookError as above."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vime.algo.mismatch import log_prob_abs_diff
+from vime.algo.mismatch import log_prob_abs_diff, trajectory_mean
 from vime.config import Config
 from vime.data.packing import plan_steps
 from vime.errors import ConfigError, TrainingError
@@ -240,7 +240,7 @@ class MegatronTrainer:
         with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
         if policy_loss:
-            metrics |= self._mismatch(batch, mask, old, results[0])
+            metrics |= self._mismatch(batch, mask, old, reference, results[0])
         last = results[-1]
         for name in train_step.SUMS:
             metrics[f"train/{name}"] = sum(r.sums[name] for r in results) / len(results)
@@ -295,16 +295,24 @@ class MegatronTrainer:
         batch: TrainBatch,
         mask: npt.NDArray[np.bool_],
         old: npt.NDArray[np.float32] | None,
+        reference: npt.NDArray[np.float32] | None,
         first: train_step.StepResult,
     ) -> Metrics:
-        """How far the engine's log-probs are from the trainer's, before the first update on this rollout."""
+        """The log-probs of engine, trainer and reference, and how far the first two are apart, before the first update
+        on this rollout."""
         if old is None:
             old = self._share(first.log_probs.cpu().numpy(), first.wanted, mask)
         trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
         num = len(np.unique(batch.trajectory_ids))
         diff = log_prob_abs_diff(old, batch.rollout_log_probs, mask, trajectories, num)
+        columns = {"rollout_log_probs": batch.rollout_log_probs, "log_probs": old, "ref_log_probs": reference}
+        means = {
+            f"rollout/{name}": trajectory_mean(column, mask, trajectories, num)
+            for name, column in columns.items()
+            if column is not None
+        }
         name = "train/train_rollout_logprob_abs_diff"
-        return {name: diff.mean, f"{name}_p99": diff.p99, f"{name}_max": diff.max}
+        return means | {name: diff.mean, f"{name}_p99": diff.p99, f"{name}_max": diff.max}
 
     # Weights
 
