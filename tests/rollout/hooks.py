@@ -265,3 +265,10 @@ async def fans_out_late(config: RolloutContext, sample: Sample, sampling_params:
         apply_completion(sibling, completion, config.tokenizer, skip_special_tokens=True)
     sample.reward = 0.0
     return [sample, second]
+
+
+async def own_prompt(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Makes a prompt of its own, of two tokens, and its reward."""
+    made = Sample(tokens=(9, sample.sample_id), metadata=sample.metadata, status=SampleStatus.COMPLETED, reward=1.0)
+    made.append_response([3], [-1.0], version=0)
+    return made

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from vime.config import Config, modes
+from vime.config.eval_sets import eval_sets
 from vime.data.buffer import DataBuffer
-from vime.data.prompts import CheckedRows, check_prompts, tokenise_prompts
+from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
+from vime.data.records import RowKeys
 from vime.data.source import make_buffer, make_own_source
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
@@ -18,13 +20,24 @@ _PROBE_TEXTS = ("1 + 1 =", "The capital of France is", "def add(a, b):", "Once u
 
 
 def check_data(config: Config) -> CheckedRows | None:
-    """Read and check every row of the prompt files. None where the run has no use for them.
+    """Read and check every row of the prompt files, training and held-out.
 
+    Returns: the rows to train on; None where the run has no use for them.
     Raises: DataError, ConfigError.
     """
-    if not modes.reads_prompts(config):
-        return None
-    return check_prompts(config, REWARDS if modes.generates(config) else None)
+    names = REWARDS if modes.generates(config) else None
+    rows = check_prompts(config, names) if modes.reads_prompts(config) else None
+    if modes.generates(config):
+        for held_out in eval_sets(config):
+            keys = RowKeys(
+                held_out.input_key,
+                held_out.label_key,
+                held_out.metadata_key,
+                held_out.tool_key,
+                held_out.apply_chat_template,
+            )
+            check_rows([held_out.path], keys, reward_names=names)
+    return rows
 
 
 def build_source(config: Config, rows: CheckedRows | None, tokenizer: Any) -> DataSource:

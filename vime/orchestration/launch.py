@@ -110,6 +110,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         generates=generates,
         transport=sizes.transport_name(config, platform.transports) if generates else None,
     )
+    progress.message("checking the data")
     rows = check_data(config)
     with ExitStack() as stack:
         stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left

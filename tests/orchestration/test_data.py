@@ -1,0 +1,61 @@
+"""Data of a run: what is checked before anything starts, and which source comes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import char_tokenizer
+from vime.config import Config, DataConfig, EvalConfig, RolloutConfig
+from vime.config.sections import DebugConfig
+from vime.data.buffer import DataBuffer
+from vime.errors import DataError
+from vime.loop.replay import ReplaySource
+from vime.orchestration.data import build_source, check_data, probe_prompts
+
+ROLLOUT = RolloutConfig(rollout_batch_size=1, rollout_max_context_len=4)
+
+
+def config(folder: Path, train: list[object], held_out: list[object] | None = None) -> Config:
+    paths = [folder / "train.jsonl", folder / "held.jsonl"]
+    for path, rows in zip(paths, (train, held_out or []), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config(
+        data=DataConfig(prompt_data=[str(paths[0])]),
+        eval=EvalConfig(eval_prompt_data=["held", str(paths[1])] if held_out is not None else []),
+        rollout=ROLLOUT,
+    )
+
+
+def test_training_and_held_out_rows_are_checked_to_the_last(tmp_path: Path) -> None:
+    good, bad = {"input": "1"}, {"input": "1", "metadata": {"rm_type": "maths"}}
+    rows = check_data(config(tmp_path, [good] * 99, [good] * 99))
+    assert rows is not None and len(rows) == 99
+    for train, held_out, name in (([*[good] * 99, bad], [good], "train"), ([good], [*[good] * 99, bad], "held")):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl: 1 of 100 lines[\s\S]*line 100: metadata.rm_type"):
+            check_data(config(tmp_path, train, held_out))
+
+
+def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    settings = config(tmp_path, [{"input": "12"}, {"input": "12345"}])
+    buffer = build_source(settings, check_data(settings), tokenizer)
+    assert isinstance(buffer, DataBuffer) and buffer.metrics()["data/num_dropped_prompts"] == 1
+    assert probe_prompts(buffer, tokenizer) == [tuple(tokenizer("12")["input_ids"])]
+
+    bare = replace(settings, data=DataConfig(disable_rollout_global_dataset=True))
+    assert check_data(bare) is None
+    empty = build_source(bare, None, tokenizer)
+    assert isinstance(empty, DataBuffer) and empty.epoch_size() is None
+    assert len(probe_prompts(empty, tokenizer)) == 4
+
+    own = replace(settings, data=DataConfig(data_source_path="tests.data.test_source.Odd", prompt_data=["/not/read"]))
+    assert check_data(own) is None
+    assert type(build_source(own, None, tokenizer)).__name__ == "Odd"
+
+    replay = replace(settings, debug=DebugConfig(load_debug_rollout_data="x"))
+    assert check_data(replay) is None
+    assert isinstance(build_source(replay, None, tokenizer), ReplaySource)
