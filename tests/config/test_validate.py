@@ -19,6 +19,7 @@ from vime.config import (
     TrainConfig,
 )
 from vime.config.validate import Facts, validate
+from vime.observability.metrics import name_problem
 from vime.protocols import DataSource
 from vime.types import Group
 
@@ -54,6 +55,7 @@ def problems(config: Config, **facts: Any) -> list[str]:
             "expert_model_parallel_size": (1, "why"),
         },
         "max_position_embeddings": 64,
+        "metric_problem": name_problem,
     }
     return validate(config, Facts(**{**base, **facts}))
 
@@ -131,6 +133,10 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
             "--virtual-pipeline-model-parallel-size is 2, but this version can only do None: why",
         ),
         ({"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}}, "--expert-model-parallel-size is 2, but"),
+        (
+            {"train__stop_metric": "train/los"},
+            "--stop-metric is train/los, which is no metric; did you mean train/loss?",
+        ),
         ({"train__stop_metric": "train/loss", "train__stop_window": 0}, "--stop-window is 0, but must be at least 1"),
         ({"train__seed": 2**32}, "--seed is 4294967296, but may be at most 4294967295"),
         ({"train__distributed_timeout_minutes": 10**9}, "--distributed-timeout-minutes is 1000000000, but may be"),

@@ -119,6 +119,30 @@ def test_the_final_checkpoint_loads_in_transformers_and_in_vllm(
         assert log_probs[len(prompt) + i - 1, token].item() == pytest.approx(log_prob, abs=1e-4)
 
 
+def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_found(
+    finished: tuple[Path, str], run_train: Callable[..., str], task: Path, tmp_path: Path
+) -> None:
+    """The same weights, greedy, with two engines and no trainer; none of training's settings but the data's keys."""
+    output = run_train(
+        *("--num-rollout", "0", "--platform", "cpu", "--hf-checkpoint", str(finished[0] / "hf")),
+        *("--eval-prompt-data", "heldout", str(task / "data" / "heldout.jsonl"), "--eval-temperature", "0"),
+        *("--eval-input-key", "problem", "--eval-label-key", "answer", "--rm-type", "math"),
+        *("--eval-max-response-len", "5", "--eval-max-context-len", "16", "--rollout-num-gpus", "2"),
+        *("--run-dir", str(tmp_path)),
+    )
+    assert "nothing is trained" in output and "Megatron" not in output
+    assert "set      prompts  samples  reward" in output
+    (row,) = metrics_of(tmp_path)
+    assert row["step"] == -1
+    trained = metrics_of(finished[0])[-1]
+    assert row["eval/heldout"] == trained["eval/heldout"]
+    names = ("rollout_000002.parquet", "before_training.parquet")
+    folders = (finished[0], tmp_path)
+    frames = [pandas.read_parquet(f / "evaluations" / name) for f, name in zip(folders, names, strict=True)]
+    assert frames[0]["response"].tolist() == frames[1]["response"].tolist()
+    assert json.loads(frames[1]["metadata"][0])["eval_set"] == "heldout"
+
+
 def test_a_resumed_run_goes_on_with_the_next_prompts_step_and_version(
     finished: tuple[Path, str], run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
 ) -> None:

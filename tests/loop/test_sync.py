@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vime.loop.cadence import Cadence, StopRule
+from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.recorder import Recorder
 from vime.loop.sync import Stages, run_sync
 from vime.observability.progress import RunProgress
@@ -119,6 +120,22 @@ def test_stage_times_add_up_to_the_step_and_every_stage_reports(tmp_path: Path) 
         "before_training.parquet",
         "rollout_000001.parquet",
     ]
+
+
+def test_a_run_that_only_evaluates_writes_one_row_the_samples_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World()
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    recorder = Recorder(RunFolder(tmp_path), RunProgress(), writer)
+    run_evaluation_only(world, recorder, rollout_id=41)
+    writer.close()
+    assert world.calls == ["evaluate 41 at v-1"]
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["step"], row["eval/heldout"]) == (41, 0.25)
+    assert row["perf/eval_time"] > 0
+    assert (tmp_path / "evaluations" / "rollout_000041.parquet").exists()
+    assert "heldout   0.250" in capsys.readouterr().out
 
 
 def test_a_failing_stage_ends_the_run_and_leaves_no_half_written_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from vime.errors import ConfigError
 
 # name -> (module with `run(argv) -> exit code`, one line for --help)
 COMMANDS = {
+    "eval": ("vime.cli.evaluate", "evaluate an HF checkpoint on held-out sets, with engines alone"),
     "config": ("vime.cli.show_config", "print the resolved configuration and where each value comes from"),
     "init-model": ("vime.cli.init_model", "make a tiny random HF checkpoint with tokenizer and chat template"),
     "doctor": ("vime.cli.doctor", "say what this machine lacks, and how to get it"),

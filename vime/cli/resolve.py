@@ -136,6 +136,7 @@ def _facts(
     shape: Mapping[str, Any],
     claims: tuple[tuple[str, str, Any], ...],
 ) -> Facts:
+    from vime.observability.metrics import name_problem
     from vime.rewards import REWARDS
     from vime.trainer.megatron.limits import limits
 
@@ -149,6 +150,7 @@ def _facts(
         shape=shape,
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
         shape_claims=claims,
+        metric_problem=name_problem,
         megatron_limits={name: limit for name, limit in limits(config.megatron).items() if name not in shape},
     )
 

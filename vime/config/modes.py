@@ -5,9 +5,21 @@ from __future__ import annotations
 from vime.config import Config
 
 
+def evaluates_only(config: Config) -> bool:
+    """Whether the run evaluates the weights it starts from, and that is all."""
+    return config.rollout.num_rollout == 0
+
+
 def trains(config: Config) -> bool:
-    """Whether the run starts a trainer."""
+    """Whether the run starts a trainer. To evaluate it is only needed to read a training checkpoint."""
+    if evaluates_only(config) and config.checkpoint.load is None:
+        return False
     return not config.debug.debug_rollout_only
+
+
+def evaluates_without_trainer(config: Config) -> bool:
+    """Whether engines alone do the run, and no prompts to train on are read."""
+    return evaluates_only(config) and not trains(config)
 
 
 def replays(config: Config) -> bool:
@@ -18,12 +30,14 @@ def replays(config: Config) -> bool:
 def reads_prompts(config: Config) -> bool:
     """Whether vime itself reads --prompt-data (a data source of the user's may read it in its own way)."""
     data = config.data
-    return not replays(config) and data.data_source_path is None and not data.disable_rollout_global_dataset
+    if replays(config) or evaluates_without_trainer(config):
+        return False
+    return data.data_source_path is None and not data.disable_rollout_global_dataset
 
 
 def generates(config: Config) -> bool:
     """Whether the run samples from engines (supervised training and replays do not)."""
-    return config.algo.loss_type != "sft_loss" and not replays(config)
+    return (config.algo.loss_type != "sft_loss" or evaluates_only(config)) and not replays(config)
 
 
 def rollout_data_to_save(config: Config) -> str | None:

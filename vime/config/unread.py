@@ -7,12 +7,13 @@ from typing import TypeAlias
 
 from vime.config import Config
 from vime.config.eval_sets import has_eval_sets
+from vime.config.modes import evaluates_only
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
 
 def _is_sft(c: Config) -> bool:
-    return c.algo.loss_type == "sft_loss"
+    return c.algo.loss_type == "sft_loss" and not evaluates_only(c)
 
 
 # (settings, when nobody reads them, what to do about it)
@@ -27,7 +28,7 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.over_sampling_batch_size is None,
         "nothing is left over without --over-sampling-batch-size above --rollout-batch-size",
     ),
-    (("rollout.num_epoch",), lambda c: c.rollout.num_rollout is not None, "--num-rollout counts; give one of them"),
+    (("rollout.num_epoch",), lambda c: bool(c.rollout.num_rollout), "--num-rollout counts; give one of them"),
     (("algo.kl_loss_type", "checkpoint.ref_load"), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
     (
         ("train.stop_below", "train.stop_above", "train.stop_window"),

@@ -7,18 +7,20 @@ nobody would read, `validate_files.py` looks at files and hooks, `validate_model
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
-from vime.config.modes import generates, reads_prompts, trains
+from vime.config.modes import evaluates_without_trainer, generates, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
 from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
+from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
+from vime.config.validate_stop import check_stop_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +45,33 @@ class Facts:
     """Megatron flags that describe the model: (flag name, name in `shape`, value)."""
     megatron_limits: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Megatron fields that the trainer runs at one value only: that value, and why."""
+    metric_problem: Callable[[str], str | None] = lambda name: None
+    """What is wrong with the name of a metric; None for one that is defined."""
 
 
 def validate(config: Config, facts: Facts) -> list[str]:
     """Everything wrong with `config`, one sentence each; empty when a run may start."""
+    of_training = (
+        _batch_sizes(config),
+        _algorithm(config),
+        _reward(config, facts.reward_names),
+        parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape),
+        check_lengths(config, facts.max_position_embeddings),
+        check_prompts(config),
+    )
     checks = (
         _required(config),
         _ranges(config),
         _sampling(config),
-        _batch_sizes(config),
-        _algorithm(config),
-        _reward(config, facts.reward_names),
+        *(() if evaluates_without_trainer(config) else of_training),
         _optimizer(config),
-        _stop_rule(config),
+        check_stop_rule(config, facts.metric_problem),
         _platform(config, facts),
-        parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
-        check_lengths(config, facts.max_position_embeddings),
         check_paths(config),
         check_debug(config),
-        check_prompts(config),
+        check_evaluation(config),
         check_eval_sets(
             config,
             reward_names=facts.reward_names,
@@ -99,6 +107,8 @@ def refuse_what_the_trainer_cannot_do(
 def _required(config: Config) -> Iterator[str]:
     if not config.checkpoint.hf_checkpoint:
         yield "--hf-checkpoint is required: an HF checkpoint folder or a hub name"
+    if evaluates_without_trainer(config):
+        return
     if not config.data.prompt_data and reads_prompts(config):
         yield "--prompt-data is required: JSONL or Parquet files of prompts (or --data-source-path)"
     if config.rollout.rollout_batch_size == 0:
@@ -106,7 +116,7 @@ def _required(config: Config) -> Iterator[str]:
     if config.rollout.num_rollout is None and config.rollout.num_epoch is None:
         yield "--num-rollout is required (rollouts to run), or --num-epoch (epochs over the prompts)"
     start, end = config.rollout.start_rollout_id, config.rollout.num_rollout
-    if start is not None and end is not None and start >= end:
+    if start is not None and end and start >= end:
         yield f"--start-rollout-id is {start}, but the run ends before rollout {end} (--num-rollout)"
     if "lr" not in config.megatron and trains(config):
         yield "--lr is required: the learning rate, such as 1e-6"
@@ -318,15 +328,6 @@ def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
 
 def _is_custom_rollout(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.")
-
-
-def _stop_rule(config: Config) -> Iterator[str]:
-    metric = config.train.stop_metric
-    if metric is not None and not metric.startswith(("rollout/", "train/", "custom/")):
-        yield (
-            f"--stop-metric is {metric}, which is not known when a step's training ends; use one of rollout/, train/ "
-            "or custom/"
-        )
 
 
 _OPTIMIZERS = ("adam", "sgd")

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from vime.observability.derived import derived_metrics
+from vime.observability.eval_table import eval_table, set_of
 from vime.observability.progress import RunProgress
 from vime.observability.rollout_file import write_rollout
 from vime.observability.run_folder import RunFolder, whole
@@ -121,8 +122,16 @@ class Recorder:
         if step.metrics:
             self._writer.write(start - 1, step.metrics)
             self._progress.message(
-                "before the first step · " + " · ".join(f"{k} {v:.3f}" for k, v in step.metrics.items() if "-" not in k)
+                "before the first step · " + " · ".join(f"{k} {v:.3f}" for k, v in step.metrics.items() if set_of(k))
             )
+
+    @contextmanager
+    def evaluation(self, rollout_id: int) -> Iterator[Step]:
+        """An evaluation that is the whole run: a row of metrics like a step's, and a table to read."""
+        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies)
+        yield step
+        self._writer.write(rollout_id, step.metrics | step.timer.metrics())
+        self._progress.message(eval_table(step.metrics))
 
     @contextmanager
     def step(self, rollout_id: int) -> Iterator[Step]:

@@ -53,15 +53,15 @@ class ReplayedRollouts:
 
 
 class ReplaySource(DataSource):
-    """In the place of the data buffer: a replay reads no prompts. Only its state is asked for, by checkpoints."""
+    """In the place of the data buffer, where a replay or an evaluation reads no prompts to train on."""
 
     def get_groups(self, n: int) -> list[Group]:
         """Refused. Raises: EngineError."""
-        raise EngineError(f"a run that replays rollouts has no prompts; {n} were asked for")
+        raise EngineError(f"a run that replays rollouts or only evaluates has no prompts; {n} were asked for")
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Refused. Raises: EngineError."""
-        raise EngineError(f"a run that replays rollouts has no prompts; {len(groups)} were put back")
+        raise EngineError(f"a run that replays rollouts or only evaluates has none; {len(groups)} were put back")
 
     def state(self) -> dict[str, Any]:
         """Says that no prompts were read, so that no other run takes it for a place in its data."""

@@ -147,18 +147,25 @@ def is_defined(name: str) -> bool:
     return name.startswith(CUSTOM_PREFIX) or _pattern().fullmatch(name) is not None
 
 
+def name_problem(name: str) -> str | None:
+    """What is wrong with a metric's name, in words that follow it; None for one that is defined."""
+    if is_defined(name):
+        return None
+    near = _nearest(name)
+    return "which is no metric; " + (f"did you mean {near}?" if near else "docs/metrics.md lists them")
+
+
+def _nearest(name: str) -> str | None:
+    return next(iter(difflib.get_close_matches(name, [m.name for m in METRICS], n=1)), None)
+
+
 def check_names(names: Iterable[str]) -> None:
     """Refuse metrics that nobody defined.
 
     Raises: UnknownMetric with each unknown name and the nearest defined one.
     """
-    unknown = sorted(n for n in names if not is_defined(n))
-    if unknown:
-        known = [m.name for m in METRICS]
-        hints = []
-        for name in unknown:
-            near = difflib.get_close_matches(name, known, n=1)
-            hints.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
+    if unknown := sorted(n for n in names if not is_defined(n)):
+        hints = [f"{name!r}" + (f" (nearest: {near})" if (near := _nearest(name)) else "") for name in unknown]
         raise UnknownMetric(
             f"metrics without a definition: {', '.join(hints)}; add them to vime/observability/metrics.py, "
             f"or name those of your own functions {CUSTOM_PREFIX}<name>"

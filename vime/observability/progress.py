@@ -10,13 +10,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from vime.observability.eval_table import set_of
 from vime.observability.metrics import TRAIN_PARTS
 from vime.types import Metrics
 
 _STEP_LINE_S = 1.0  # rollouts faster than this do not each get a line
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
-_EVAL_DETAIL = re.compile(r"-(stderr|truncated_ratio|failed_ratio|reward_\w+|response_len/\w+|pass@\d+|num_\w+)$")
 _TIME = re.compile(r"perf/[^/]+_time")
 
 
@@ -112,6 +112,6 @@ def step_line(rollout_id: int, num_rollout: int, metrics: Metrics) -> str:
         longest = sorted(stages.items(), key=lambda item: -item[1])[:3]
         parts.append(f"step {total:.2f} s" + (f" ({', '.join(f'{n} {s:.2f}' for n, s in longest)})" if longest else ""))
     for name, value in metrics.items():
-        if name.startswith("eval/") and not _EVAL_DETAIL.search(name):
-            parts.append(f"{name.replace('/', ' ', 1)} {value:.3f}")
+        if (held_out := set_of(name)) is not None:
+            parts.append(f"eval {held_out} {value:.3f}")
     return " · ".join(parts)

@@ -47,7 +47,7 @@ def build_source(config: Config, rows: CheckedRows | None, tokenizer: Any) -> Da
     Raises: DataError if prompts cannot be rendered; ConfigError if a rollout takes more prompts than there are;
         HookError for what the user's class raised.
     """
-    if modes.replays(config):
+    if modes.replays(config) or modes.evaluates_without_trainer(config):
         return ReplaySource()
     if config.data.data_source_path is not None:
         return make_own_source(config, tokenizer)

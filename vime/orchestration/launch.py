@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from vime.loop.batch import make_train_batch
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.recorder import Copies, Recorder
 from vime.loop.replay import ReplayedRollouts
 from vime.loop.rollout_only import run_rollout_only
@@ -131,7 +132,12 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             stage = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
             start = config.rollout.start_rollout_id or 0
             recorder = _recorder(plan, writer, start, stack, rollout=stage)
-            run_rollout_only(stage, recorder, start=start, num_rollout=num_rollout)
+            with _naming_the_dead(fleet):
+                if modes.evaluates_only(config):
+                    progress.message(f"--num-rollout 0: evaluating {hf_path} as it is; nothing is trained or saved")
+                    run_evaluation_only(stage, recorder, rollout_id=-1)
+                else:
+                    run_rollout_only(stage, recorder, start=start, num_rollout=num_rollout)
             return
         trainer = TrainerGroup(
             config,
@@ -155,17 +161,24 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         else:
             rollout = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
         stages = _build_stages(plan, context, rollout, trainer, fleet, client, source, start, stack)
-        try:
+        with _naming_the_dead(fleet):
             recorder = _recorder(plan, writer, start, stack, stages.rollout, stages.publisher, trainer)
             last = _loop(plan, stages, recorder, start, num_rollout)
-        except (EngineError, WeightSyncError):
-            if fleet is not None:
-                fleet.check_alive()  # a dead engine is the better explanation
-            raise
         if config.checkpoint.save_hf is not None:
             exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
             progress.message(f"writing the HF checkpoint to {exported}")
             trainer.export_hf(exported)
+
+
+@contextmanager
+def _naming_the_dead(fleet: EngineFleet | None) -> Iterator[None]:
+    """An engine that died is the better explanation for what failed because of it."""
+    try:
+        yield
+    except (EngineError, WeightSyncError):
+        if fleet is not None:
+            fleet.check_alive()
+        raise
 
 
 def _route(plan: _Run) -> Route | None:
@@ -297,6 +310,12 @@ def _loop(plan: _Run, stages: Stages, recorder: Recorder, start: int, num_rollou
         evaluates=evaluates,
         saves=config.checkpoint.save is not None,
     )
+    if modes.evaluates_only(config):
+        plan.progress.message("--num-rollout 0: evaluating the checkpoint as it is; nothing is trained")
+        stages.publisher.publish()
+        if evaluates:
+            run_evaluation_only(stages.rollout, recorder, rollout_id=start - 1)
+        return start - 1
     return run_sync(
         stages,
         cadence,

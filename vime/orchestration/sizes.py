@@ -8,6 +8,7 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.eval_sets import eval_sets
+from vime.config.modes import evaluates_without_trainer
 from vime.config.parallel import parallel_sizes
 from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE
@@ -30,7 +31,9 @@ def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
 def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Tokens of prompt and response together that the engines must hold."""
     whole = int(hf_config["max_position_embeddings"])
-    limits = [config.rollout.rollout_max_context_len, *(held_out.max_context_len for held_out in eval_sets(config))]
+    limits = [held_out.max_context_len for held_out in eval_sets(config)]
+    if not evaluates_without_trainer(config):
+        limits.append(config.rollout.rollout_max_context_len)
     return max(limit if limit is not None else whole for limit in limits)
 
 
