@@ -61,7 +61,7 @@ class ReplaySource(DataSource):
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Refused. Raises: EngineError."""
-        raise EngineError(f"a run that replays rollouts or only evaluates has none; {len(groups)} were put back")
+        raise EngineError(f"a run that replays rollouts or only evaluates has no prompts; {len(groups)} came back")
 
     def state(self) -> dict[str, Any]:
         """Says that no prompts were read, so that no other run takes it for a place in its data."""
