@@ -49,6 +49,7 @@ def test_speeds_are_per_second_of_the_rollout_and_device():
     trace = [{"name": "generate", "start_s": 0, "end_s": 2}, {"name": "tool", "start_s": 0.5, "end_s": 1.5}]
     metrics = metrics_of(sample(0, [1] * 8 + [0] * 2, 1.0, trace=trace), sample(1, [1, 1], 0.0))
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 10 / (2 * 2)
+    assert metrics["perf/sample_seconds/generate/mean"] == 2.0 and "perf/sample_seconds/reward/mean" not in metrics
     assert metrics["perf/longest_sample_tokens_per_sec"] == 10 / 2
     assert metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] == 10 / (2 - 1)
     assert (metrics["perf/non_generation_time/max"], metrics["perf/non_generation_time/mean"]) == (1.0, 0.5)

@@ -101,6 +101,7 @@ perf/effective_tokens_per_gpu_per_sec | tokens/s | the same of tokens that are t
 perf/longest_sample_tokens_per_sec | tokens/s | length of the longest response trained on, per second of the rollout
 perf/longest_sample_tokens_per_sec_without_non_generation | tokens/s | the same, without the seconds that sample spent outside generation
 perf/non_generation_time/<statistic> | s | time a sample trained on spent in spans that its functions added (tools, environments; observability/trace.py): `mean`, `median`, `min`, `max`
+perf/sample_seconds/{waiting,generate,reward,filter}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded and filtered, over those that were: `mean`, `median`, `min`, `max`
 perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
 perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, update_weights, eval; a stage inside another counts once, in the inner one

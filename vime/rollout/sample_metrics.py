@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 from vime.errors import RewardError
-from vime.observability.trace import seconds_outside_generation
+from vime.observability.trace import OWN_SPANS, seconds_outside_generation
 from vime.rewards.score import scalar_reward
 from vime.rollout.evaluate import pass_at_k
 from vime.rollout.stats import length_metrics
@@ -37,7 +37,9 @@ def sample_metrics(
         "rollout/repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
         "perf/effective_tokens_per_gpu_per_sec": sum(trainable) / (seconds * num_devices),
     }
-    metrics |= _speed(samples, seconds) | _turns(masks, trainable) | _staleness(samples, masks, version)
+    metrics |= (
+        _parts(samples) | _speed(samples, seconds) | _turns(masks, trainable) | _staleness(samples, masks, version)
+    )
     return metrics | _pass_rate(groups, reward_key)
 
 
@@ -50,6 +52,23 @@ def is_repetitive(text: str) -> bool:
 def num_turns(loss_mask: bytes) -> int:
     """How many times the policy had the word: runs of mask 1."""
     return len(loss_mask.replace(b"\0", b" ").split())
+
+
+def _parts(samples: Sequence[Sample]) -> Metrics:
+    """How long the samples were in each of vime's own spans."""
+    seconds: dict[str, list[float]] = {}
+    for sample in samples:
+        of_sample: dict[str, float] = {}
+        for span in sample.trace:
+            if span["name"] in OWN_SPANS:
+                of_sample[span["name"]] = of_sample.get(span["name"], 0.0) + span["end_s"] - span["start_s"]
+        for name, value in of_sample.items():
+            seconds.setdefault(name, []).append(value)
+    return {
+        name: value
+        for part, values in seconds.items()
+        for name, value in length_metrics(f"perf/sample_seconds/{part}", values).items()
+    }
 
 
 def _speed(samples: Sequence[Sample], seconds: float) -> Metrics:
