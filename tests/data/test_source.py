@@ -25,11 +25,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2)
 
 
+def page_code(words: str) -> str:
+    """The one example of docs/data.md that holds these words."""
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL) if words in b]
+    return str(code)
+
+
 @pytest.fixture
 def page_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The module of docs/data.md's own data source."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "(DataSource)" in block]
+    """A module with the data source and the buffer filter of docs/data.md."""
+    code = page_code("def fresh_only") + page_code("(DataSource)").replace("from __future__ import annotations", "")
     (tmp_path / "page_source.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -140,3 +145,28 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
     assert make_buffer(Config(rollout=ROLLOUT), prompts).epoch_size() == 2
     with pytest.raises(ConfigError, match=r"--rollout-batch-size is 2, but --prompt-data has 1 prompts .*at most 1"):
         make_buffer(Config(rollout=ROLLOUT), prompts[:1])
+
+
+def test_the_buffer_filter_of_the_page_prefers_long_responses_and_gives_up_old_ones(page_module: str) -> None:
+    config = Config(rollout=ROLLOUT, data=DataConfig(buffer_filter_path=f"{page_module}.fresh_only"))
+    source = make_buffer(config, [Prompt(str(i), (i,)) for i in range(9)])
+    groups = take_groups(source, 4)
+    for group, (length, version) in zip(groups, [(1, 9), (3, 5), (2, 9), (4, 4)], strict=True):
+        group.samples[1].append_response([7] * length, [-1.0] * length, version=version)
+    source.put_back(groups)
+    context: Any = "not read by this filter"
+    source.begin_rollout(context, 9)
+    assert [group.group_id for group in take_groups(source, 2)] == [1, 2]
+    assert source.metrics()["data/num_discarded_groups"] == 1
+    assert [group.group_id for group in take_groups(source, 2)] == [0, 4]
+
+
+def test_a_buffer_over_sorted_prompts_as_on_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input": f"{i}", "metadata": {"level": -i}}) + "\n" for i in range(3)))
+    names: dict[str, Any] = {
+        "config": Config(rollout=ROLLOUT, data=DataConfig(prompt_data=[str(path)])),
+        "tokenizer": char_tokenizer(),
+    }
+    exec(page_code("easy_first"), names)
+    assert [group.samples[0].prompt for group in take_groups(names["buffer"], 3)] == ["2", "1", "0"]
