@@ -55,3 +55,15 @@ def test_a_stage_that_raises_is_timed_and_closed():
         raise RuntimeError
     clock.spend(1)
     assert timer.metrics()["perf/train_time"] == 3 and timer.metrics()["perf/other_time"] == 1
+
+
+def test_a_step_that_began_where_the_last_one_ended_leaves_no_time_out():
+    clock = Clock()
+    first = StageTimer(clock)
+    clock.spend(1)
+    assert first.metrics()["perf/step_time"] == 1
+    clock.spend(2)  # metrics are written
+    second = StageTimer(clock, start=first.end)
+    with second.stage("train"):
+        clock.spend(4)
+    assert second.metrics() == {"perf/train_time": 4, "perf/other_time": 2, "perf/step_time": 6}
