@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
-from vime.errors import ConfigError, TrainingError
-from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from vime.errors import ConfigError, DataError, TrainingError
+from vime.loop.cadence import StopRule
+from vime.loop.checkpoint import find_checkpoints, load_checkpoint, load_weights, open_checkpoint, save_checkpoint
+from vime.loop.replay import ReplaySource
+
+SETTINGS = {"fixed": {"--optimizer": "adam"}}
 
 
 class FakeTrainer:
@@ -34,18 +38,44 @@ class FakeSource:
         self.offset = state["offset"]
 
 
-def test_the_newest_checkpoint_restores_trainer_and_data(tmp_path: Path) -> None:
+def save(folder: Path, rollout_id: int, trainer: Any = None, source: Any = None, stop: StopRule | None = None) -> Path:
+    return save_checkpoint(
+        folder, rollout_id, trainer or FakeTrainer(), source or FakeSource(), stop or StopRule(), SETTINGS
+    )
+
+
+def test_the_newest_checkpoint_restores_trainer_data_and_stop_rule(tmp_path: Path) -> None:
     for rollout_id in (1, 12):
-        save_checkpoint(tmp_path, rollout_id, FakeTrainer(), FakeSource(rollout_id * 8))
-    trainer, source = FakeTrainer(), FakeSource()
-    restored = load_checkpoint(tmp_path, trainer, source)
-    assert (restored.next_rollout_id, source.offset, trainer.loaded) == (13, 96, "w")
+        stop = StopRule("train/loss", below=0.0, window=3)
+        for value in (1.0, float(rollout_id)):
+            stop.reached({"train/loss": value})
+        save(tmp_path, rollout_id, source=FakeSource(rollout_id * 8), stop=stop)
+    trainer, source, stop = FakeTrainer(), FakeSource(), StopRule("train/loss", below=0.0, window=3)
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.rollout_id, checkpoint.settings) == (12, SETTINGS)
+    load_checkpoint(checkpoint, trainer, source, stop)
+    assert (source.offset, trainer.loaded, stop.state()["values"]) == (96, "w", [1.0, 12.0])
+
+
+def test_a_certain_checkpoint_can_be_chosen(tmp_path: Path) -> None:
+    for rollout_id in (1, 5, 12):
+        save(tmp_path, rollout_id)
+    assert open_checkpoint(tmp_path, 5).rollout_id == 5
+    with pytest.raises(ConfigError, match=r"--ckpt-step is 6, but .* checkpoints of rollouts 1, 5, 12"):
+        open_checkpoint(tmp_path, 6)
+
+
+def test_the_weights_can_be_taken_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1, source=FakeSource(8))
+    trainer = FakeTrainer()
+    load_weights(open_checkpoint(tmp_path), trainer)  # type: ignore[arg-type]
+    assert trainer.loaded == "w"
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_no_partial_one(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, FakeTrainer(), FakeSource())
+    save(tmp_path, 1)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, 2, FakeTrainer(fail=True), FakeSource())
+        save(tmp_path, 2, FakeTrainer(fail=True))
     assert [p.name for p in tmp_path.iterdir()] == ["rollout_000001"]
 
 
@@ -57,10 +87,10 @@ def test_a_writer_that_does_not_say_that_the_disk_is_full_is_translated(
             raise TrainingError("unexpected pos 704 vs 598")
 
     with pytest.raises(TrainingError):
-        save_checkpoint(tmp_path, 2, Trainer(), FakeSource())
+        save(tmp_path, 2, Trainer())
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(OSError, match="checkpoint of rollout 2: the disk is full"):
-        save_checkpoint(tmp_path, 2, Trainer(), FakeSource())
+        save(tmp_path, 2, Trainer())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,30 +99,52 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         def load(self, path: Path) -> None:
             raise TrainingError("training rank 0 failed")
 
-    path = save_checkpoint(tmp_path, 1, FakeTrainer(), FakeSource())
-    with pytest.raises(TrainingError, match=r"rollout_000001 cannot be loaded; if it is damaged, move it away"):
-        load_checkpoint(tmp_path, Trainer(), FakeSource())
+    path = save(tmp_path, 1)
+    with pytest.raises(TrainingError, match=r"rollout_000001 cannot be loaded; if damaged, move it away .*--ckpt-step"):
+        load_checkpoint(open_checkpoint(tmp_path), Trainer(), FakeSource(), StopRule())
     (path / "state.json").write_text('{"format": ')
     with pytest.raises(ConfigError, match=r"rollout_000001: state.json is damaged .*; move it away"):
-        load_checkpoint(tmp_path, FakeTrainer(), FakeSource())
+        open_checkpoint(tmp_path)
+
+
+def test_the_data_is_compared_before_the_trainer_loads(tmp_path: Path) -> None:
+    class OtherData(FakeSource):
+        def restore(self, state: dict[str, Any]) -> None:
+            raise DataError("the prompts differ")
+
+    save(tmp_path, 1)
+    trainer = FakeTrainer()
+    with pytest.raises(DataError, match="the prompts differ"):
+        load_checkpoint(open_checkpoint(tmp_path), trainer, OtherData(), StopRule())  # type: ignore[arg-type]
+    assert trainer.loaded == ""
+
+
+def test_a_replay_goes_on_from_any_checkpoint_but_only_a_replay_from_a_replays(tmp_path: Path) -> None:
+    save(tmp_path / "real", 1)
+    save(tmp_path / "replay", 1, source=ReplaySource())
+    for folder in ("real", "replay"):
+        checkpoint = open_checkpoint(tmp_path / folder)
+        load_checkpoint(checkpoint, FakeTrainer(), ReplaySource(), StopRule())  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"read no prompts.*--finetune"):
+        load_checkpoint(open_checkpoint(tmp_path / "replay"), FakeTrainer(), FakeSource(), StopRule())
 
 
 def test_a_folder_without_state_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "rollout_000009" / "trainer").mkdir(parents=True)
-    assert find_latest(tmp_path) is None
-    assert find_latest(tmp_path / "nowhere") is None
+    assert find_checkpoints(tmp_path) == []
+    assert find_checkpoints(tmp_path / "nowhere") == []
     with pytest.raises(ConfigError, match="no checkpoint there"):
-        load_checkpoint(tmp_path, FakeTrainer(), FakeSource())
+        open_checkpoint(tmp_path)
 
 
 def test_the_same_rollout_saved_again_replaces_it(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 3, FakeTrainer(), FakeSource(1))
-    path = save_checkpoint(tmp_path, 3, FakeTrainer(), FakeSource(2))
+    save(tmp_path, 3, source=FakeSource(1))
+    path = save(tmp_path, 3, source=FakeSource(2))
     assert json.loads((path / "state.json").read_text())["data_source"] == {"offset": 2}
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 0, FakeTrainer(), FakeSource())
+    path = save(tmp_path, 0)
     (path / "state.json").write_text(json.dumps({"format": 99, "rollout_id": 0, "data_source": {}}))
     with pytest.raises(ConfigError, match="format 99"):
-        load_checkpoint(tmp_path, FakeTrainer(), FakeSource())
+        open_checkpoint(tmp_path)

@@ -26,6 +26,7 @@ class World:
         self.calls: list[str] = []
         self.version = -1
         self.metrics: dict[str, float] = {}
+        self.settled: list[tuple[int, dict[str, float]]] = []
 
     def generate(self, rollout_id: int) -> RolloutResult:
         self.calls.append(f"generate {rollout_id} at v{self.version}")
@@ -50,13 +51,19 @@ class World:
     def save(self, rollout_id: int) -> None:
         self.calls.append(f"save {rollout_id}")
 
+    def export_hf(self, rollout_id: int) -> None:
+        self.calls.append(f"export {rollout_id}")
+
+    def settle(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        self.settled.append((rollout_id, dict(metrics)))
+
     def stages(self) -> Stages:
         return Stages(
             rollout=self,
             trainer=self,  # type: ignore[arg-type]  # the loop asks only `train` of it
             publisher=self,
             make_batch=self.make_batch,
-            save=self.save,
+            checkpoints=self,
         )
 
 
@@ -99,6 +106,18 @@ def test_a_run_that_stops_early_evaluates_and_saves_at_its_end(tmp_path: Path) -
     stop = StopRule("rollout/raw_reward", above=0.5, window=2)
     run(world, tmp_path, Cadence(9, evaluates=True, saves=True), eval_before=False, stop=stop)
     assert world.calls[-4:] == ["train batch 1", "save 1", "publish v2", "evaluate 1 at v2"]
+
+
+def test_a_step_is_settled_after_its_evaluation_and_hf_checkpoints_are_written_when_due(tmp_path: Path) -> None:
+    world = World()
+    cadence = Cadence(3, eval_interval=2, evaluates=True, exports=True, export_interval=2)
+    run(world, tmp_path, cadence, eval_before=False)
+    assert [call for call in world.calls if call.startswith("export")] == ["export 1", "export 2"]
+    assert [(rollout_id, metrics.get("eval/heldout")) for rollout_id, metrics in world.settled] == [
+        (0, None),
+        (1, 0.25),
+        (2, 0.25),
+    ]
 
 
 def test_a_resumed_run_publishes_before_it_generates(tmp_path: Path) -> None:

@@ -33,9 +33,16 @@ class CheckpointConfig:
     hf_checkpoint: str = setting("", "model to start from: an HF checkpoint folder or a hub name (required)")
     ref_load: str | None = setting(None, "HF checkpoint of the reference model; default: --hf-checkpoint")
     load: str | None = setting(None, "resume from the newest checkpoint here; if it is --save and empty: begin")
+    ckpt_step: int | None = setting(None, "resume from the checkpoint of this rollout; default: the newest")
+    finetune: bool = setting(False, "take the weights of --load alone; counters, data and optimizer begin anew")
     save: str | None = setting(None, "folder for training checkpoints; default: none are written")
     save_interval: int | None = setting(None, "write a checkpoint every this many rollouts; the last is always written")
+    keep_last_checkpoints: int | None = setting(None, "newest checkpoints that stay in --save; default: all")
+    keep_best_checkpoint: str | None = setting(
+        None, "also keep the best one by this metric of its step: METRIC, METRIC:max (the same) or METRIC:min"
+    )
     save_hf: str | None = setting(None, "write an HF checkpoint here when training ends; {rollout_id} is replaced")
+    save_hf_interval: int | None = setting(None, "write one every this many rollouts, too")
     no_save_optim: bool = setting(False, "leave optimizer and random state out of checkpoints (they cannot be resumed)")
     no_load_optim: bool = setting(False, "resume the weights only")
 

@@ -62,11 +62,26 @@ _RULES: tuple[Rule, ...] = (
         "--use-dynamic-batch-size fills micro-batches by --max-tokens-per-gpu; drop one of the two",
     ),
     (
-        ("checkpoint.save_interval", "checkpoint.no_save_optim"),
+        ("checkpoint.save_interval", "checkpoint.no_save_optim", "checkpoint.keep_last_checkpoints"),
         lambda c: c.checkpoint.save is None,
         "add --save, the folder to write to",
     ),
-    (("checkpoint.no_load_optim",), lambda c: c.checkpoint.load is None, "add --load, the folder to resume from"),
+    (
+        ("checkpoint.no_load_optim", "checkpoint.ckpt_step", "checkpoint.finetune"),
+        lambda c: c.checkpoint.load is None,
+        "add --load, the folder to resume from",
+    ),
+    (
+        ("checkpoint.no_load_optim",),
+        lambda c: c.checkpoint.finetune,
+        "--finetune already takes the weights alone",
+    ),
+    (
+        ("checkpoint.keep_best_checkpoint",),
+        lambda c: c.checkpoint.keep_last_checkpoints is None,
+        "all checkpoints stay; add --keep-last-checkpoints",
+    ),
+    (("checkpoint.save_hf_interval",), lambda c: c.checkpoint.save_hf is None, "add --save-hf, the folder to write to"),
     (
         ("data.apply_chat_template_kwargs", "data.tool_key"),
         lambda c: not c.data.apply_chat_template,

@@ -15,6 +15,7 @@ from vime.config import Config, RolloutConfig
 from vime.config.modes import evaluates_without_trainer, generates, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.unread import unread_settings
+from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
 from vime.config.validate_eval import check_evaluation
@@ -72,6 +73,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_paths(config),
         check_debug(config),
         check_evaluation(config),
+        check_checkpoints(config),
         check_eval_sets(
             config,
             reward_names=facts.reward_names,
@@ -130,6 +132,9 @@ _MINIMA: Mapping[str, float] = {
     "cluster.rollout_num_gpus_per_engine": 1,
     "cluster.num_cpus": 1,
     "checkpoint.save_interval": 1,
+    "checkpoint.save_hf_interval": 1,
+    "checkpoint.keep_last_checkpoints": 1,
+    "checkpoint.ckpt_step": 0,
     "data.rollout_seed": 0,
     "data.rollout_max_prompt_len": 1,
     "rollout.num_rollout": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vime.errors import TrainingError
 
@@ -13,7 +14,7 @@ from vime.errors import TrainingError
 class Cadence:
     """Pure predicates on the number of a finished rollout; the last one always evaluates and saves.
 
-    `eval_interval` and `save_interval` count rollouts; None means only after the last one.
+    Intervals count rollouts; None means only after the last one.
     """
 
     num_rollout: int
@@ -21,6 +22,8 @@ class Cadence:
     save_interval: int | None = None
     evaluates: bool = False
     saves: bool = False
+    export_interval: int | None = None
+    exports: bool = False
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether the run ends with this rollout by its number."""
@@ -33,6 +36,10 @@ class Cadence:
     def save_due(self, rollout_id: int, *, last: bool) -> bool:
         """Whether to write a checkpoint after this rollout was trained on."""
         return self.saves and self._due(rollout_id, self.save_interval, last)
+
+    def export_due(self, rollout_id: int, *, last: bool) -> bool:
+        """Whether to write an HF checkpoint after this rollout was trained on."""
+        return self.exports and self._due(rollout_id, self.export_interval, last)
 
     @staticmethod
     def _due(rollout_id: int, interval: int | None, last: bool) -> bool:
@@ -53,6 +60,15 @@ class StopRule:
     ) -> None:
         self._metric, self._below, self._above = metric, below, above
         self._values: deque[float] = deque(maxlen=window)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready; what `restore` needs to go on with the same window."""
+        return {"metric": self._metric, "values": list(self._values)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; values of another metric are left behind."""
+        if state["metric"] == self._metric:
+            self._values.extend(state["values"])
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Take one rollout's metrics and say whether to stop. Raises: TrainingError if they lack the metric."""

@@ -1,7 +1,8 @@
 """One checkpoint of everything: model, optimizer, random state and data cursor, all of it there or none.
 
-A checkpoint is a folder `rollout_000041/` holding `trainer/` (the trainer's own files) and `state.json` (data buffer
-and counters). It is written under a temporary name and renamed when complete, so a folder with the final name is whole.
+A checkpoint is a folder `rollout_000041/` holding `trainer/` (the trainer's own files), `state.json` (data buffer,
+counters, the settings it depends on) and, once its step has ended, `metrics.json` (that step's metrics). It is written
+under a temporary name and renamed when complete, so a folder with the final name is whole.
 """
 
 from __future__ import annotations
@@ -11,30 +12,48 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vime.errors import ConfigError, TrainingError, VimeError
+from vime.errors import ConfigError, DataError, TrainingError, VimeError
+from vime.loop.cadence import StopRule
 from vime.protocols import DataSource, Trainer
 
 _NAME = re.compile(r"rollout_(\d{6,})")
-_FORMAT = 1
+_FORMAT = 2
 _FULL_BYTES = 16 << 20  # less space than this is none
+_REMEDY = "move it away to go on from the one before it, or name another by --ckpt-step"
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a resumed run goes on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint, as its state.json describes it."""
 
-    next_rollout_id: int
     path: Path
+    rollout_id: int
+    """The last rollout that was trained on."""
+    data_source: Mapping[str, Any]
+    stop: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run that wrote it, see vime/loop/compatibility.py."""
 
 
-def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: DataSource) -> Path:
+def save_checkpoint(
+    folder: Path,
+    rollout_id: int,
+    trainer: Trainer,
+    source: DataSource,
+    stop: StopRule,
+    settings: Mapping[str, Any],
+) -> Path:
     """Write the checkpoint of a trained rollout.
 
-    Args: folder: holds all checkpoints of the run. rollout_id: the last rollout that was trained on.
+    Args:
+        folder: holds all checkpoints of the run.
+        rollout_id: the last rollout that was trained on.
+        settings: what to compare with on resume.
     Returns: the checkpoint's final path. Raises: OSError when the disk is full; no partial checkpoint stays.
     """
     final = folder / f"rollout_{rollout_id:06d}"
@@ -43,11 +62,14 @@ def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: Dat
     partial.mkdir(parents=True)
     try:
         trainer.save(partial / "trainer")
-        state = {"format": _FORMAT, "rollout_id": rollout_id, "data_source": source.state()}
-        with open(partial / "state.json", "w", encoding="utf-8") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        state = {
+            "format": _FORMAT,
+            "rollout_id": rollout_id,
+            "data_source": source.state(),
+            "stop": stop.state(),
+            "settings": settings,
+        }
+        _write_json(partial / "state.json", state)
         if final.exists():  # the same rollout, trained again after a resume from an earlier one
             old = folder / f".replaced_{final.name}"
             shutil.rmtree(old, ignore_errors=True)
@@ -65,34 +87,94 @@ def save_checkpoint(folder: Path, rollout_id: int, trainer: Trainer, source: Dat
     return final
 
 
-def find_latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None when there is none."""
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Every complete checkpoint in `folder`, oldest first."""
     if not folder.is_dir():
-        return None
+        return []
     found = [
         (int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / "state.json").is_file()
     ]
-    return max(found)[1] if found else None
+    return [path for _, path in sorted(found)]
 
 
-def load_checkpoint(folder: Path, trainer: Trainer, source: DataSource) -> Restored:
-    """Restore the newest checkpoint of `folder` into trainer and data source.
+def rollout_of(path: Path) -> int:
+    """The rollout that a checkpoint's folder is called after."""
+    return int(path.name.removeprefix("rollout_"))
 
-    Raises: ConfigError when the folder holds none, or one of an unknown format; TrainingError when it is damaged.
+
+def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
+    """The newest checkpoint of `folder`, or that of a certain rollout; nothing is loaded yet.
+
+    Raises: ConfigError when there is none, it is damaged, or of an unknown format.
     """
-    path = find_latest(folder)
-    if path is None:
+    found = find_checkpoints(folder)
+    if not found:
         raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
-    remedy = "move it away to go on from the one before it"
+    path = found[-1]
+    if rollout_id is not None:
+        by_number = {rollout_of(p): p for p in found}
+        if rollout_id not in by_number:
+            raise ConfigError(
+                f"--ckpt-step is {rollout_id}, but --load {folder} has the checkpoints of rollouts "
+                f"{', '.join(map(str, by_number))}"
+            )
+        path = by_number[rollout_id]
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"--load {path}: state.json is damaged ({error}); {remedy}") from error
+        raise ConfigError(f"--load {path}: state.json is damaged ({error}); {_REMEDY}") from error
     if state.get("format") != _FORMAT:
         raise ConfigError(f"--load {path}: checkpoint format {state.get('format')!r}, this vime reads {_FORMAT}")
+    return Checkpoint(
+        path=path,
+        rollout_id=int(state["rollout_id"]),
+        data_source=state["data_source"],
+        stop=state["stop"],
+        settings=state["settings"],
+    )
+
+
+def load_checkpoint(checkpoint: Checkpoint, trainer: Trainer, source: DataSource, stop: StopRule) -> None:
+    """Bring trainer, data source and stop rule to where they were.
+
+    Raises: DataError if the data source is another; TrainingError when the trainer's files are damaged.
+    """
+    if checkpoint.data_source.get("replayed") and source.state() != checkpoint.data_source:
+        raise DataError(
+            f"--load {checkpoint.path} was written by a run with --load-debug-rollout-data, which read no prompts, so "
+            "it does not say which come next; take its weights alone with --finetune"
+        )
+    source.restore(checkpoint.data_source)
+    stop.restore(checkpoint.stop)
+    load_weights(checkpoint, trainer)
+
+
+def load_weights(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Bring the trainer alone to where it was. Raises: TrainingError when its files are damaged."""
     try:
-        trainer.load(path / "trainer")
+        trainer.load(checkpoint.path / "trainer")
     except TrainingError as error:
-        raise TrainingError(f"--load {path} cannot be loaded; if it is damaged, {remedy}: {error}") from error
-    source.restore(state["data_source"])
-    return Restored(int(state["rollout_id"]) + 1, path)
+        raise TrainingError(f"--load {checkpoint.path} cannot be loaded; if damaged, {_REMEDY}: {error}") from error
+
+
+def write_metrics(checkpoint: Path, metrics: Mapping[str, float]) -> None:
+    """Keep the metrics of the step that a checkpoint was made in, evaluation included, beside it."""
+    partial = checkpoint / ".metrics.json.partial"
+    _write_json(partial, dict(metrics))
+    partial.replace(checkpoint / "metrics.json")
+
+
+def read_metrics(checkpoint: Path) -> dict[str, float]:
+    """What `write_metrics` wrote; empty where the run ended before its step did."""
+    path = checkpoint / "metrics.json"
+    if not path.is_file():
+        return {}
+    metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return metrics
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())

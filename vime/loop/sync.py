@@ -35,6 +35,19 @@ class Publisher(Protocol):
         """Bring the trainer's weights to every engine, verified; the version they have from now on."""
 
 
+class Checkpoints(Protocol):
+    """What is kept of the trainer; see `CheckpointKeeper`."""
+
+    def save(self, rollout_id: int) -> None:
+        """Write a checkpoint to resume from."""
+
+    def export_hf(self, rollout_id: int) -> None:
+        """Write an HF checkpoint."""
+
+    def settle(self, rollout_id: int, metrics: Metrics) -> None:
+        """The step has ended with these metrics."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """What a loop drives; built by orchestration."""
@@ -43,7 +56,7 @@ class Stages:
     trainer: Trainer
     publisher: Publisher
     make_batch: Callable[[int, list[Group]], tuple[TrainBatch, Metrics]]
-    save: Callable[[int], object]
+    checkpoints: Checkpoints
 
 
 def run_sync(
@@ -75,13 +88,17 @@ def run_sync(
             last = cadence.is_last(rollout_id) or stop.reached(step.metrics)
             if cadence.save_due(rollout_id, last=last):
                 with step.stage("save_model"):
-                    stages.save(rollout_id)
+                    stages.checkpoints.save(rollout_id)
+            if cadence.export_due(rollout_id, last=last):
+                with step.stage("save_hf"):
+                    stages.checkpoints.export_hf(rollout_id)
             with step.stage("update_weights"):
                 version = stages.publisher.publish()
                 step.add(stages.publisher.metrics)
             if cadence.eval_due(rollout_id, last=last):
                 with step.stage("eval"):
                     step.add_evaluation(stages.rollout.evaluate(rollout_id))
+            stages.checkpoints.settle(rollout_id, step.metrics)
         if last:
             return rollout_id
     return start - 1

@@ -104,7 +104,7 @@ perf/non_generation_time/<statistic> | s | time a sample trained on spent in spa
 perf/sample_seconds/{waiting,generate,reward,filter}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded and filtered, over those that were: `mean`, `median`, `min`, `max`
 perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
-perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, update_weights, eval; a stage inside another counts once, in the inner one
+perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, save_hf, update_weights, eval; a stage inside another counts once, in the inner one
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once

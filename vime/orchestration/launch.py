@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,57 +20,38 @@ from vime.config import Config, modes
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
 from vime.engine.vllm.client import RouterClient
-from vime.errors import ConfigError, EngineError, WeightSyncError
+from vime.errors import EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.cadence import Cadence, StopRule
-from vime.loop.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from vime.loop.checkpoint import Checkpoint
+from vime.loop.compatibility import settings_to_keep
 from vime.loop.evaluation_only import run_evaluation_only
+from vime.loop.keeper import CheckpointKeeper
 from vime.loop.recorder import Copies, Recorder
-from vime.loop.replay import ReplayedRollouts
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
 from vime.observability.writers import MetricWriter
-from vime.orchestration import sizes
+from vime.orchestration import resume, sizes
 from vime.orchestration.cluster import create_placement_group, ray_cluster
 from vime.orchestration.data import build_source, check_data, probe_prompts
 from vime.orchestration.engines import EngineFleet
+from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.placement import Layout, plan_layout
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
-from vime.protocols import Completion, DataSource, Engine, Engines, GenerateRequest, RolloutContext
+from vime.protocols import DataSource, Engine, Engines, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.stage import RolloutStage
-from vime.types import Group, Metrics, PolicyVersion, TrainBatch
+from vime.types import Group, Metrics, TrainBatch
 from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
 from vime.weight_sync.shm import remove_stale_segments
-
-
-class NoEngines:
-    """In the place of the weight sync where a run generates nothing (supervised training, replays)."""
-
-    def __init__(self) -> None:
-        self.metrics: Metrics = {}
-
-    def publish(self) -> PolicyVersion:
-        """Nobody to publish to: the version stays 0."""
-        return 0
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Refused. Raises: EngineError."""
-        raise EngineError(f"request {request.request_id}: this run starts no engines")
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Nothing runs."""
-
-    async def aclose(self) -> None:
-        """Nothing is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +67,12 @@ class _Run:
     generates: bool
     transport: str | None
     """How weights travel; None where there are no engines."""
+    checkpoint: Checkpoint | None
+    """Where the run goes on; None from the start."""
+    start: int
+    """The first rollout."""
+    kept_settings: Mapping[str, Any]
+    """What its checkpoints say of its settings."""
 
 
 def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
@@ -98,21 +85,27 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
     Raises: ConfigError before any process starts; whatever a stage raises afterwards, once everything was ended.
     """
     platform = get_platform(config.cluster.platform)
-    checkpoint = _checkpoint_to_resume(config)
     hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
+    hf_config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     generates = modes.generates(config)
+    checkpoint = resume.checkpoint_to_load(config)
     plan = _Run(
         config=config,
         hf_path=hf_path,
-        hf_config=json.loads((hf_path / "config.json").read_text(encoding="utf-8")),
+        hf_config=hf_config,
         layout=plan_layout(config.cluster, with_engines=generates, with_trainer=modes.trains(config)),
         folder=folder,
         progress=progress,
         generates=generates,
         transport=sizes.transport_name(config, platform.transports) if generates else None,
+        checkpoint=checkpoint,
+        start=resume.first_rollout(config, checkpoint),
+        kept_settings=settings_to_keep(config, hf_config, dtype=sizes.dtype_name(config, hf_config)),
     )
     progress.message("checking the data")
     rows = check_data(config)
+    changed = resume.check_settings(config, checkpoint, plan.kept_settings) if checkpoint is not None else []
+    replayed = resume.replayed_rollouts(config, plan.start)
     with ExitStack() as stack:
         stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
         progress.message("starting Ray")
@@ -130,14 +123,13 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
             context = _hook_context(plan, client, tokenizer, stack)
             stage = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
-            start = config.rollout.start_rollout_id or 0
-            recorder = _recorder(plan, writer, start, stack, rollout=stage)
+            recorder = _recorder(plan, writer, stack, rollout=stage)
             with _naming_the_dead(fleet):
                 if modes.evaluates_only(config):
                     progress.message(f"--num-rollout 0: evaluating {hf_path} as it is; nothing is trained or saved")
                     run_evaluation_only(stage, recorder, rollout_id=-1)
                 else:
-                    run_rollout_only(stage, recorder, start=start, num_rollout=num_rollout)
+                    run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
             return
         trainer = TrainerGroup(
             config,
@@ -152,22 +144,21 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         trainer.start()
         client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
         trainer.wait_ready()
-        start = _resume(plan, checkpoint, trainer, source)
+        train = config.train
+        stop = StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window)
+        if checkpoint is not None:
+            progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
         context = _hook_context(plan, client, tokenizer, stack)
-        rollout: Rollout
-        if (replayed := config.debug.load_debug_rollout_data) is not None:
-            part = config.debug.load_debug_rollout_data_subsample
-            rollout = ReplayedRollouts(replayed, range(start, num_rollout), subsample=part)
-        else:
-            rollout = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
-        stages = _build_stages(plan, context, rollout, trainer, fleet, client, source, start, stack)
+        rollout = replayed or RolloutStage(
+            context, source, eval_sets, make_meter(config, plan.layout, fleet, client)
+        )
+        keeper = _keeper(plan, trainer, source, stop)
+        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, source, stack)
         with _naming_the_dead(fleet):
-            recorder = _recorder(plan, writer, start, stack, stages.rollout, stages.publisher, trainer)
-            last = _loop(plan, stages, recorder, start, num_rollout)
-        if config.checkpoint.save_hf is not None:
-            exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
-            progress.message(f"writing the HF checkpoint to {exported}")
-            trainer.export_hf(exported)
+            recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
+            last = _loop(plan, stages, recorder, stop, num_rollout)
+        if last < plan.start and config.checkpoint.save_hf is not None:
+            keeper.export_hf(last)  # nothing was left to train, so no step has exported it
 
 
 @contextmanager
@@ -224,10 +215,10 @@ def _build_stages(
     context: RolloutContext,
     rollout: Rollout,
     trainer: TrainerGroup,
+    keeper: CheckpointKeeper,
     fleet: EngineFleet | None,
     client: RouterClient | None,
     source: DataSource,
-    start: int,
     stack: ExitStack,
 ) -> Stages:
     config = plan.config
@@ -241,7 +232,7 @@ def _build_stages(
             probe_prompts=probe_prompts(source, context.tokenizer),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
-            first_version=start + 1,  # one sync before the first rollout, one after each
+            first_version=plan.start + 1,  # one sync before the first rollout, one after each
             on_version=client.note_version,
         )
         stack.callback(sync.close)
@@ -260,48 +251,31 @@ def _build_stages(
             hooks=hooks,
         )
 
-    def save(rollout_id: int) -> Path:
-        assert config.checkpoint.save is not None, "the cadence saves only where --save names a folder"
-        return save_checkpoint(Path(config.checkpoint.save), rollout_id, trainer, source)
-
     return Stages(
         rollout=rollout,
         trainer=trainer,
         publisher=publisher,
         make_batch=make_batch,
-        save=save,
+        checkpoints=keeper,
     )
 
 
-def _checkpoint_to_resume(config: Config) -> Path | None:
-    """The folder of checkpoints to resume from; None for a run from the start.
-
-    One command with --load and --save on the same folder starts a run and goes on with it, however often it is given.
-    Raises: ConfigError if --load names another folder, and it holds no checkpoint.
-    """
-    if config.checkpoint.load is None:
-        return None
-    folder = Path(config.checkpoint.load)
-    if find_latest(folder) is not None:
-        return folder
-    if config.checkpoint.load == config.checkpoint.save:
-        return None
-    raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
+def _keeper(plan: _Run, trainer: TrainerGroup, source: DataSource, stop: StopRule) -> CheckpointKeeper:
+    settings = plan.config.checkpoint
+    return CheckpointKeeper(
+        trainer,
+        source,
+        stop,
+        folder=None if settings.save is None else Path(settings.save),
+        settings=plan.kept_settings,
+        hf_path=settings.save_hf,
+        keep_last=settings.keep_last_checkpoints,
+        keep_best=settings.keep_best_checkpoint,
+    )
 
 
-def _resume(plan: _Run, folder: Path | None, trainer: TrainerGroup, source: DataSource) -> int:
-    """Load the newest checkpoint of a folder, if there is one. Returns: the first rollout to run."""
-    wanted = plan.config.rollout.start_rollout_id
-    if folder is None:
-        return wanted or 0
-    restored = load_checkpoint(folder, trainer, source)
-    start = restored.next_rollout_id if wanted is None else wanted
-    plan.progress.message(f"resumed from {restored.path}; next is rollout {start}")
-    return start
-
-
-def _loop(plan: _Run, stages: Stages, recorder: Recorder, start: int, num_rollout: int) -> int:
-    config, train = plan.config, plan.config.train
+def _loop(plan: _Run, stages: Stages, recorder: Recorder, stop: StopRule, num_rollout: int) -> int:
+    config = plan.config
     evaluates = plan.generates and has_eval_sets(config)
     cadence = Cadence(
         num_rollout,
@@ -309,27 +283,28 @@ def _loop(plan: _Run, stages: Stages, recorder: Recorder, start: int, num_rollou
         config.checkpoint.save_interval,
         evaluates=evaluates,
         saves=config.checkpoint.save is not None,
+        export_interval=config.checkpoint.save_hf_interval,
+        exports=config.checkpoint.save_hf is not None,
     )
     if modes.evaluates_only(config):
         plan.progress.message("--num-rollout 0: evaluating the checkpoint as it is; nothing is trained")
         stages.publisher.publish()
         if evaluates:
-            run_evaluation_only(stages.rollout, recorder, rollout_id=start - 1)
-        return start - 1
+            run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
+        return plan.start - 1
     return run_sync(
         stages,
         cadence,
         recorder,
-        start=start,
+        start=plan.start,
         eval_before=evaluates and not config.eval.skip_eval_before_train,
-        stop=StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window),
+        stop=stop,
     )
 
 
 def _recorder(
     plan: _Run,
     writer: MetricWriter,
-    start: int,
     stack: ExitStack,
     rollout: Rollout,
     publisher: Publisher | None = None,
@@ -339,7 +314,7 @@ def _recorder(
     tracer = make_tracer(
         config,
         plan.folder,
-        start,
+        plan.start,
         trainer=trainer.take_spans if trainer is not None else None,
         engines=[part.take_spans for part in (publisher, rollout) if isinstance(part, WeightSync | RolloutStage)],
     )

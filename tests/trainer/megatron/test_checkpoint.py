@@ -1,5 +1,6 @@
 """Stop and resume: the next steps are those of a run that never stopped."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,3 +82,60 @@ def test_saving_again_replaces_the_old_checkpoint(model_folder, make_trainer, ma
     trainer = make_trainer(folder)
     trainer.load(tmp_path / "ck")
     assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
+
+
+@pytest.mark.parametrize("style", ["cosine", "WSD", "constant"])
+def test_the_learning_rate_goes_by_optimizer_steps_also_after_a_resume(
+    model_folder, make_trainer, make_batch, tmp_path, style
+):
+    """Four rollouts of two steps each, stopped after the second: steps 4 to 7 have the rates of the straight run."""
+    schedule = TrainConfig(lr_decay_style=style, lr_warmup_iters=2)
+    folder, _ = model_folder()
+    make = {"train": schedule, "megatron": {"lr": 1e-2}, "total_steps": 8}
+    batches = [make_batch(LENGTHS, seed=s, steps=2) for s in range(4)]
+    straight = make_trainer(folder, **make)
+    rates = [straight.train(batch)["train/lr-pg_0"] for batch in batches[:2]]
+    straight.save(tmp_path / "ck")
+    want = [straight.train(batch) for batch in batches[2:]]
+    resumed = make_trainer(folder, **make)
+    resumed.load(tmp_path / "ck")
+    got = [resumed.train(batch) for batch in batches[2:]]
+    for a, b in zip(got, want, strict=True):
+        for name in ("train/lr-pg_0", "train/loss", "train/step"):
+            assert a[name] == b[name], name
+    assert [m["train/step"] for m in got] == [6.0, 8.0]
+    # The logged rate is of a rollout's last step, numbered from 0: steps 1, 3, 5, 7. Warm-up takes 2, the rest decays.
+    expected = {
+        "constant": [0.5e-2, 1e-2, 1e-2, 1e-2],
+        "cosine": [0.5e-2, *(0.5e-2 * (1 + np.cos(np.pi * (step - 2) / 6)) for step in (3, 5, 7))],
+        "WSD": [0.5e-2, 1e-2, 1e-2, 1e-2],
+    }
+    assert [*rates, *(m["train/lr-pg_0"] for m in got)] == pytest.approx(expected[style])
+
+
+def test_a_resumed_run_uses_its_own_rates_and_betas(model_folder, make_trainer, make_batch, tmp_path):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder, megatron={"lr": 1e-2, "weight_decay": 0.1, "adam_beta2": 0.9})
+    trainer.train(make_batch(LENGTHS))
+    trainer.save(tmp_path / "ck")
+    trainer = make_trainer(
+        folder, megatron={"lr": 1e-3, "weight_decay": 0.0, "adam_beta2": 0.99}, train=SCHEDULE, total_steps=7
+    )
+    trainer.load(tmp_path / "ck")
+    group = trainer._policy.optimizer.param_groups[0]
+    assert (group["weight_decay"], group["betas"][1], group["max_lr"]) == (0.0, 0.99, 1e-3)
+    # SCHEDULE warms up over two steps; one was made before the resume.
+    assert trainer.train(make_batch(LENGTHS))["train/lr-pg_0"] == 0.5e-3
+
+
+def test_finetuning_takes_the_weights_and_begins_anew(model_folder, make_trainer, make_batch, tmp_path):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder, megatron={"lr": 1e-2})
+    trainer.train(make_batch(LENGTHS))
+    trainer.save(tmp_path / "ck")
+    want = weights_of(trainer)
+    trainer = make_trainer(folder, checkpoint=CheckpointConfig(finetune=True), train=SCHEDULE, megatron={"lr": 1e-2})
+    trainer.load(tmp_path / "ck")
+    assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
+    metrics = trainer.train(make_batch(LENGTHS))
+    assert (metrics["train/step"], metrics["train/lr-pg_0"]) == (1.0, 0.0), "the first step of a warm-up from 0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
 
 from vime.errors import ConfigError
 from vime.trainer.megatron import parallel
@@ -56,7 +59,8 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
     state = dist_checkpointing.load(wanted, str(path))
     policy.ddp.module.load_state_dict(state["model"])
     if with_optimizer:
-        policy.optimizer.load_state_dict(state["optimizer"])
+        with _own_settings(policy.optimizer):
+            policy.optimizer.load_state_dict(state["optimizer"])
         policy.scheduler.load_state_dict(saved["scheduler"])
         if same_layout:
             _set_random_state(state["random"])
@@ -107,6 +111,18 @@ def _random_object(state: dict[str, Any] | None) -> ShardedObject:
         (parallel.pp_rank(), parallel.tp_rank()),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
+
+
+@contextmanager
+def _own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Keep this run's learning rates, betas and so on, which a loaded optimizer would bring along."""
+    before = [{name: group[name] for name in group if name not in _STATE} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        group.update(settings)
+
+
+_STATE = ("params", "step")  # of a parameter group; everything else in it is a setting
 
 
 def _random_state() -> dict[str, Any]:

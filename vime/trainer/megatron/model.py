@@ -141,6 +141,9 @@ def _scheduler(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
         # WSD's last stretch; megatron-core has no default for it.
+        # A resumed run takes its steps from the checkpoint, and everything else from its own settings.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
         wsd_decay_steps=max(1, decay_steps // 10) if train.lr_decay_style == "WSD" else None,
         lr_wsd_decay_style="linear" if train.lr_decay_style == "WSD" else None,
     )

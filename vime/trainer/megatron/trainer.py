@@ -353,9 +353,14 @@ class MegatronTrainer:
         )
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote. Raises: ConfigError if `path` is no checkpoint of this model."""
-        with_optimizer = not self._config.checkpoint.no_load_optim
-        self._step = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer)["step"]
+        """Restore what `save` wrote; with --finetune the weights alone, and the counter stays 0.
+
+        Raises: ConfigError if `path` is no checkpoint of this model.
+        """
+        settings = self._config.checkpoint
+        with_optimizer = not (settings.no_load_optim or settings.finetune)
+        counters = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer)
+        self._step = 0 if settings.finetune else counters["step"]
 
     def offload(self) -> None:
         """Leave the device (colocate). Does nothing on the CPU platform, where engines share the host's memory."""

@@ -1,0 +1,149 @@
+"""Which checkpoints stay, and HF exports that are whole or not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.config.validate_checkpoint import parse_best
+from vime.errors import ConfigError, TrainingError
+from vime.loop.cadence import StopRule
+from vime.loop.checkpoint import find_checkpoints, read_metrics
+from vime.loop.keeper import CheckpointKeeper, best_checkpoint, export_hf, prune
+
+
+class FakeTrainer:
+    fail = False
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        if self.fail:
+            raise OSError(28, "No space left on device")
+
+    def export_hf(self, path: Path) -> None:
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_text("w")
+        if self.fail:
+            raise OSError(28, "No space left on device")
+        (path / "config.json").write_text("{}")
+
+
+class FakeSource:
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def keeper(folder: Path, trainer: FakeTrainer | None = None, **more: Any) -> CheckpointKeeper:
+    made: Any = CheckpointKeeper
+    return made(trainer or FakeTrainer(), FakeSource(), StopRule(), folder=folder, settings={}, **more)
+
+
+def names(folder: Path) -> list[int]:
+    return [int(path.name[-6:]) for path in find_checkpoints(folder)]
+
+
+def run(keep: CheckpointKeeper, values: dict[int, float | None], metric: str = "eval/heldout") -> None:
+    for rollout_id, value in values.items():
+        keep.save(rollout_id)
+        keep.settle(rollout_id, {} if value is None else {metric: value})
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    keep = keeper(tmp_path, keep_last=2, keep_best="eval/heldout")
+    run(keep, {0: 0.1, 1: 0.9, 2: None, 3: 0.2, 4: float("nan")})
+    assert names(tmp_path) == [1, 3, 4]
+    run(keep, {5: 0.9})
+    assert names(tmp_path) == [4, 5], "the newer of equals is the best"
+    assert read_metrics(tmp_path / "rollout_000005") == {"eval/heldout": 0.9}
+
+
+def test_less_may_be_better(tmp_path: Path) -> None:
+    run(
+        keeper(tmp_path, keep_last=1, keep_best="train/loss:min"),
+        {0: 0.5, 1: 0.25, 2: 0.75},
+        metric="train/loss",
+    )
+    assert names(tmp_path) == [1, 2]
+    assert best_checkpoint(tmp_path, "train/loss", more_is_better=False) == tmp_path / "rollout_000001"
+
+
+def test_without_a_limit_all_stay_and_the_last_one_always_does(tmp_path: Path) -> None:
+    run(keeper(tmp_path), {0: None, 1: None, 2: None})
+    assert names(tmp_path) == [0, 1, 2]
+    prune(tmp_path, 0, None)
+    assert names(tmp_path) == [2]
+
+
+def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    keep = keeper(tmp_path, trainer, keep_last=1)
+    run(keep, {0: None})
+    keep.save(1)
+    assert names(tmp_path) == [0, 1]
+    keep.settle(1, {})
+    trainer.fail = True
+    with pytest.raises(OSError, match="No space left"):
+        keep.save(2)
+    assert names(tmp_path) == [1]
+
+
+def test_a_step_that_saved_nothing_removes_nothing(tmp_path: Path) -> None:
+    run(keeper(tmp_path), {0: None, 1: None})
+    keeper(tmp_path, keep_last=1).settle(2, {"train/loss": 1.0})
+    assert names(tmp_path) == [0, 1]
+
+
+def test_leftovers_of_a_killed_run_are_removed_with_the_next_save(tmp_path: Path) -> None:
+    for name in (".partial_rollout_000003", ".removed_rollout_000001"):
+        (tmp_path / name / "trainer").mkdir(parents=True)
+    keeper(tmp_path).save(4)
+    assert [p.name for p in tmp_path.iterdir()] == ["rollout_000004"]
+
+
+def test_a_metric_that_no_step_has_is_named(tmp_path: Path) -> None:
+    keep = keeper(tmp_path, keep_last=1, keep_best="eval/held")
+    keep.save(0)
+    with pytest.raises(TrainingError, match=r"--keep-best-checkpoint eval/held is not among .*: eval/heldout"):
+        keep.settle(0, {"eval/heldout": 0.5})
+    keep.settle(1, {"train/loss": 0.5})  # evaluation was not due
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("eval/heldout", ("eval/heldout", True)),
+        ("train/loss:min", ("train/loss", False)),
+        ("eval/set:7:max", ("eval/set:7", True)),
+        ("eval/set:7", ("eval/set:7", True)),
+    ],
+)
+def test_the_direction_comes_after_the_metric(text: str, parsed: tuple[str, bool]) -> None:
+    assert parse_best(text) == parsed
+
+
+@pytest.mark.parametrize("text", ["", ":min", "loss", "accuracy:max"])
+def test_what_names_no_metric_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="give METRIC, METRIC:max or METRIC:min"):
+        parse_best(text)
+
+
+def test_an_hf_export_is_whole_or_not_there(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    keep = keeper(tmp_path / "ck", trainer, hf_path=str(tmp_path / "hf" / "{rollout_id}"))
+    keep.export_hf(3)
+    keep.export_hf(3)
+    assert sorted(p.name for p in (tmp_path / "hf" / "3").iterdir()) == ["config.json", "model.safetensors"]
+    trainer.fail = True
+    for rollout_id in (3, 4):
+        with pytest.raises(OSError, match="No space left"):
+            keep.export_hf(rollout_id)
+    assert [p.name for p in (tmp_path / "hf").iterdir()] == ["3"]
+    assert json.loads((tmp_path / "hf" / "3" / "config.json").read_text()) == {}
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds files but no HF checkpoint"):
+        export_hf(FakeTrainer(), tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / "notes.txt").read_text() == "mine"

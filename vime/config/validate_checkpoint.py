@@ -1,0 +1,39 @@
+"""Checks of the settings of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vime.config import Config
+from vime.config.eval_sets import has_eval_sets
+from vime.config.modes import generates
+from vime.errors import ConfigError
+
+_PREFIXES = ("rollout/", "train/", "eval/", "perf/", "custom/")
+
+
+def parse_best(text: str) -> tuple[str, bool]:
+    """--keep-best-checkpoint as (metric, whether more is better). Raises: ConfigError for what names no metric."""
+    metric, colon, direction = text.rpartition(":")
+    if not colon or direction not in ("min", "max"):
+        metric, direction = text, "max"
+    if not metric.startswith(_PREFIXES):
+        raise ConfigError(
+            f"--keep-best-checkpoint is {text!r}; give METRIC, METRIC:max or METRIC:min with a metric of a step, such "
+            "as eval/heldout or train/loss:min"
+        )
+    return metric, direction == "max"
+
+
+def check_checkpoints(config: Config) -> Iterator[str]:
+    """What would never be found, or never be kept."""
+    best = config.checkpoint.keep_best_checkpoint
+    if best is None:
+        return
+    try:
+        metric, _ = parse_best(best)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if metric.startswith("eval/") and not (generates(config) and has_eval_sets(config)):
+        yield f"--keep-best-checkpoint is {best}, but nothing is evaluated; add --eval-prompt-data or --eval-config"

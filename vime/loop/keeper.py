@@ -1,0 +1,129 @@
+"""What a loop does with checkpoints: save, export, note how good each is, and remove those that need not stay."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vime.config.validate_checkpoint import parse_best
+from vime.errors import ConfigError, TrainingError
+from vime.loop.cadence import StopRule
+from vime.loop.checkpoint import find_checkpoints, read_metrics, rollout_of, save_checkpoint, write_metrics
+from vime.protocols import DataSource, Trainer
+
+
+class CheckpointKeeper:
+    """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`.
+
+    Args:
+        trainer, source, stop: what a checkpoint is of.
+        folder: where checkpoints go; None saves none.
+        settings: kept with each, see vime/loop/compatibility.py.
+        hf_path: where HF exports go, {rollout_id} replaced; None exports none.
+        keep_last: newest checkpoints that stay; None keeps all.
+        keep_best: "METRIC", "METRIC:max" or "METRIC:min"; the best by it stays, too.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        source: DataSource,
+        stop: StopRule,
+        *,
+        folder: Path | None,
+        settings: Mapping[str, Any],
+        hf_path: str | None = None,
+        keep_last: int | None = None,
+        keep_best: str | None = None,
+    ) -> None:
+        self._trainer, self._source, self._stop = trainer, source, stop
+        self._folder, self._settings, self._hf_path = folder, settings, hf_path
+        self._keep_last = keep_last
+        self._best = parse_best(keep_best) if keep_best is not None else None
+        self._fresh: Path | None = None  # saved in this step
+
+    def save(self, rollout_id: int) -> None:
+        """Write a checkpoint. Raises: OSError when the disk is full; no partial checkpoint stays."""
+        assert self._folder is not None, "the cadence saves only where --save names a folder"
+        remove_leftovers(self._folder)
+        self._fresh = save_checkpoint(self._folder, rollout_id, self._trainer, self._source, self._stop, self._settings)
+
+    def export_hf(self, rollout_id: int) -> None:
+        """Write an HF checkpoint, whole or not at all. Raises: OSError when the disk is full."""
+        assert self._hf_path is not None, "the cadence exports only where --save-hf names a folder"
+        export_hf(self._trainer, Path(self._hf_path.format(rollout_id=rollout_id)))
+
+    def settle(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """End the step: note its metrics beside its checkpoint, and remove those that need not stay.
+
+        Raises: TrainingError if the metric of `keep_best` is not among a step's that should have it.
+        """
+        fresh, self._fresh = self._fresh, None
+        if fresh is None or self._folder is None:
+            return
+        if self._best is not None:
+            _check_metric(self._best[0], metrics)
+        write_metrics(fresh, metrics)
+        if self._keep_last is not None:
+            prune(self._folder, self._keep_last, self._best)
+
+
+def best_checkpoint(folder: Path, metric: str, *, more_is_better: bool) -> Path | None:
+    """The complete checkpoint with the best value, the newer of equals; None when none has a finite one."""
+    sign = 1 if more_is_better else -1
+    values = [(sign * _value(path, metric), rollout_of(path), path) for path in find_checkpoints(folder)]
+    scored = [entry for entry in values if math.isfinite(entry[0])]
+    return max(scored)[2] if scored else None
+
+
+def prune(folder: Path, keep_last: int, best: tuple[str, bool] | None) -> None:
+    """Remove all complete checkpoints but the newest `keep_last` (at least one) and the best."""
+    keep = set(find_checkpoints(folder)[-max(keep_last, 1) :])
+    if best is not None and (path := best_checkpoint(folder, best[0], more_is_better=best[1])) is not None:
+        keep.add(path)
+    for path in find_checkpoints(folder):
+        if path not in keep:
+            # Under another name first: a folder that is half removed must not look like a checkpoint.
+            path.rename(removed := path.with_name(f".removed_{path.name}"))
+            shutil.rmtree(removed)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed while it saved or removed has left."""
+    for pattern in (".partial_rollout_*", ".removed_rollout_*", ".replaced_rollout_*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+
+
+def export_hf(trainer: Trainer, path: Path) -> None:
+    """Write an HF checkpoint beside `path` and rename it when complete; an earlier export there is replaced.
+
+    Raises: ConfigError if `path` is a folder of other things; OSError when the disk is full.
+    """
+    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").is_file():
+        raise ConfigError(f"--save-hf {path} holds files but no HF checkpoint, and is not replaced; choose another")
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        trainer.export_hf(partial)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_metric(metric: str, metrics: Mapping[str, float]) -> None:
+    """Evaluation is not due in each step, so its metrics may lack; any other must be there."""
+    is_due = not metric.startswith("eval/") or any(name.startswith("eval/") for name in metrics)
+    if is_due and metric not in metrics:
+        raise TrainingError(f"--keep-best-checkpoint {metric} is not among the metrics: {', '.join(sorted(metrics))}")
+
+
+def _value(checkpoint: Path, metric: str) -> float:
+    value = read_metrics(checkpoint).get(metric)
+    return math.nan if value is None else float(value)
