@@ -21,6 +21,7 @@ from vime.config.validate_debug import check_debug
 from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
+from vime.config.validate_optimizer import check_optimizer
 from vime.config.validate_stop import check_stop_rule
 
 
@@ -65,7 +66,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _ranges(config),
         _sampling(config),
         *(() if evaluates_without_trainer(config) else of_training),
-        _optimizer(config),
+        check_optimizer(config),
         check_stop_rule(config, facts.metric_problem),
         _platform(config, facts),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
@@ -333,43 +334,6 @@ def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
 
 def _is_custom_rollout(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.")
-
-
-_OPTIMIZERS = ("adam", "sgd")
-# (Megatron field, least value, value it must stay below)
-_OPTIMIZER_RANGES = (
-    ("adam_beta1", 0, 1.0),
-    ("adam_beta2", 0, 1.0),
-    ("adam_eps", 0, math.inf),
-    ("weight_decay", 0, math.inf),
-    ("min_lr", 0, math.inf),
-    ("clip_grad", 0, math.inf),
-)
-
-
-def _optimizer(config: Config) -> Iterator[str]:
-    megatron, train = config.megatron, config.train
-    lr, low = megatron.get("lr"), megatron.get("min_lr")
-    if lr is not None and lr < 0:
-        yield f"--lr is {lr}, but must be at least 0"
-    if lr is not None and low is not None and low > lr:
-        yield f"--min-lr is {low}, above --lr {lr}"
-    if lr is not None and train.lr_warmup_init > lr:
-        yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
-    if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
-        yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
-    if megatron.get("optimizer", "adam") not in _OPTIMIZERS:
-        yield f"--optimizer is {megatron['optimizer']}, but must be one of {', '.join(_OPTIMIZERS)}"
-    for name, least, below in _OPTIMIZER_RANGES:
-        value = megatron.get(name)
-        if value is not None and not (least <= value < below):
-            yield f"--{name.replace('_', '-')} is {value}, but must be at least {least}" + (
-                f" and below {below:g}" if below < math.inf else ""
-            )
-    if megatron.get("make_vocab_size_divisible_by", 1) < 1:
-        yield f"--make-vocab-size-divisible-by is {megatron['make_vocab_size_divisible_by']}, but must be at least 1"
-    if megatron.get("bf16") and megatron.get("fp16"):
-        yield "--bf16 and --fp16 are both given; keep one"
 
 
 def _platform(config: Config, facts: Facts) -> Iterator[str]:

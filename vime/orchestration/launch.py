@@ -149,9 +149,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         if checkpoint is not None:
             progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
         context = _hook_context(plan, client, tokenizer, stack)
-        rollout = replayed or RolloutStage(
-            context, source, eval_sets, make_meter(config, plan.layout, fleet, client)
-        )
+        rollout = replayed or RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
         keeper = _keeper(plan, trainer, source, stop)
         stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, source, stack)
         with _naming_the_dead(fleet):
