@@ -21,21 +21,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def finished(
-    run_train: Callable[..., str], grpo_flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    """The run folder and output of three rollouts with two engines, checkpoints after each, and an HF export."""
-    folder = tmp_path_factory.mktemp("run")
-    output = run_train(
-        *grpo_flags,
-        *("--run-dir", str(folder), "--num-rollout", "3", "--eval-interval", "2", "--rollout-num-gpus", "2"),
-        *("--use-kl-loss", "--kl-loss-coef", "0.01", "--use-tensorboard", "--trace"),
-        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--save-hf", str(folder / "hf")),
-    )
-    return folder, output
-
-
 def test_every_step_reports_agreement_and_times_that_add_up(finished: tuple[Path, str]) -> None:
     rows = metrics_of(finished[0])
     assert [row["step"] for row in rows] == [-1, 0, 1, 2]
@@ -154,7 +139,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_step_and_version(
     output = run_train(
         *grpo_flags,
         *("--run-dir", str(tmp_path / "run"), "--num-rollout", "3", "--skip-eval-before-train"),
-        *("--use-kl-loss", "--kl-loss-coef", "0.01", "--load", str(saved)),
+        *("--load", str(saved)),
     )
     assert "next is rollout 2" in output
     (again,) = metrics_of(tmp_path / "run")
