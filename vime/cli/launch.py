@@ -89,6 +89,7 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         load_debug_rollout_data=full(config.debug.load_debug_rollout_data),
         save_debug_train_data=full(config.debug.save_debug_train_data),
         dump_details=full(config.debug.dump_details),
+        memory_snapshot_dir=full(config.debug.memory_snapshot_dir),
     )
     log = replace(config.log, run_dir=str(run_dir), wandb_dir=full(config.log.wandb_dir))
     return replace(config, checkpoint=checkpoint, sync=sync, debug=debug, log=log)

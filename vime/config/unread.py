@@ -93,9 +93,24 @@ _RULES: tuple[Rule, ...] = (
         "add --load-debug-rollout-data",
     ),
     (
-        ("debug.save_debug_train_data",),
+        ("debug.save_debug_train_data", "debug.profile", "debug.record_memory_history"),
         lambda c: c.debug.debug_rollout_only,
         "--debug-rollout-only starts no trainer",
+    ),
+    (
+        ("debug.use_pytorch_profiler", "debug.profile_step_start", "debug.profile_step_end"),
+        lambda c: not c.debug.profile,
+        "add --profile",
+    ),
+    (
+        ("debug.profile_ranks",),
+        lambda c: not (c.debug.profile or c.debug.record_memory_history),
+        "add --profile or --record-memory-history",
+    ),
+    (
+        ("debug.memory_snapshot_dir", "debug.memory_snapshot_num_steps"),
+        lambda c: not c.debug.record_memory_history,
+        "add --record-memory-history",
     ),
     (("reward.group_rm",), lambda c: c.reward.custom_rm_path is None, "add --custom-rm-path, the function for groups"),
     (

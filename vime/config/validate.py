@@ -72,7 +72,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
         check_paths(config),
-        check_debug(config),
+        check_debug(config, facts.platform),
         check_evaluation(config),
         check_checkpoints(config),
         check_eval_sets(
@@ -133,6 +133,8 @@ _MINIMA: Mapping[str, float] = {
     "cluster.rollout_num_gpus_per_engine": 1,
     "cluster.num_cpus": 1,
     "checkpoint.save_interval": 1,
+    "debug.profile_step_start": 0,
+    "debug.memory_snapshot_num_steps": 1,
     "checkpoint.save_hf_interval": 1,
     "checkpoint.keep_last_checkpoints": 1,
     "checkpoint.ckpt_step": 0,

@@ -9,8 +9,8 @@ from vime.config import Config
 from vime.config.modes import replays, rollout_data_to_save, train_data_to_save, trains
 
 
-def check_debug(config: Config) -> Iterator[str]:
-    """Modes that contradict each other, and paths that cannot work."""
+def check_debug(config: Config, platform: str = "cpu") -> Iterator[str]:
+    """Modes that contradict each other, paths that cannot work, and what the platform cannot profile."""
     debug, rollout = config.debug, config.rollout
     if debug.debug_train_only and not replays(config):
         yield (
@@ -29,6 +29,23 @@ def check_debug(config: Config) -> Iterator[str]:
             if getattr(debug, name) is not None:
                 yield f"--dump-details sets --{name.replace('_', '-')} itself; give one of the two"
     yield from _check_templates(config)
+    yield from _check_profiling(config, platform)
+
+
+def _check_profiling(config: Config, platform: str) -> Iterator[str]:
+    debug, cluster = config.debug, config.cluster
+    if debug.profile_step_start >= debug.profile_step_end:
+        yield (
+            f"--profile-step-start is {debug.profile_step_start}, not below --profile-step-end "
+            f"{debug.profile_step_end}, the rollout before which profiling ends"
+        )
+    ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if wrong := [rank for rank in debug.profile_ranks if not 0 <= rank < ranks]:
+        yield f"--profile-ranks holds {wrong[0]}, but training ranks go from 0 to {ranks - 1}"
+    if platform == "cpu" and debug.record_memory_history:
+        yield "--record-memory-history is CUDA's, and the cpu platform has none; leave it out"
+    if platform == "cpu" and debug.profile and not debug.use_pytorch_profiler:
+        yield "--profile alone marks a range for nsys, which is for CUDA; add --use-pytorch-profiler"
 
 
 def _check_templates(config: Config) -> Iterator[str]:
