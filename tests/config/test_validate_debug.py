@@ -70,3 +70,30 @@ def test_settings_that_a_mode_does_not_read_are_named() -> None:
     assert "add --load-debug-rollout-data" in "".join(unread_settings(config(), {key}))
     one = config(debug_rollout_only=True, save_debug_train_data="t/{rollout_id}")
     assert "starts no trainer" in "".join(unread_settings(one, {"debug.save_debug_train_data"}))
+
+
+@pytest.mark.parametrize(
+    ("platform", "debug", "message"),
+    [
+        ("cpu", dict(profile=True), "add --use-pytorch-profiler"),
+        ("cpu", dict(record_memory_history=True), "--record-memory-history is CUDA's"),
+        (
+            "cuda",
+            dict(profile=True, profile_step_start=12),
+            "--profile-step-start is 12, not below",
+        ),
+        (
+            "cuda",
+            dict(profile=True, profile_ranks=[0, 1]),
+            "--profile-ranks holds 1, but training",
+        ),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(platform: str, debug: dict[str, Any], message: str) -> None:
+    (problem,) = check_debug(config(**debug), platform)
+    assert message in problem
+
+
+def test_what_can_be_profiled_is_let_through() -> None:
+    assert list(check_debug(config(profile=True, use_pytorch_profiler=True), "cpu")) == []
+    assert list(check_debug(config(profile=True, record_memory_history=True), "cuda")) == []

@@ -254,8 +254,8 @@ class DebugConfig:
         None, "write each training batch to this .npz file; {rollout_id} is replaced"
     )
     dump_details: str | None = setting(None, "folder for both --save-debug-rollout-data and --save-debug-train-data")
-    profile: bool = setting(False, "profile the training of some rollouts: marks a range for nsys (CUDA only), or")
-    use_pytorch_profiler: bool = setting(False, "with --profile: traces of torch's profiler in the run folder's profile/")
+    profile: bool = setting(False, "profile the training of some rollouts: a range for nsys (CUDA only), or")
+    use_pytorch_profiler: bool = setting(False, "with --profile: torch's traces in the run folder's profile/")
     profile_step_start: int = setting(10, "first rollout to profile")
     profile_step_end: int = setting(12, "rollout before which profiling ends")
     profile_ranks: list[int] = setting([0], "training ranks to profile, and whose memory is recorded")

@@ -57,15 +57,17 @@ class Profiler:
             self._traces.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self._traces / f"rank_{self._rank}_rollout_{rollout_id:06d}.json.gz"))
         else:
-            torch.cuda.profiler.start()  # what `nsys profile --capture-range=cudaProfilerApi` waits for
+            # What `nsys profile --capture-range=cudaProfilerApi` waits for.
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             try:
                 yield
             finally:
                 torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
+                torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
     def _write_snapshot(self, name: str) -> None:
         self._snapshots.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(self._snapshots / f"rank_{self._rank}_{name}.pickle"))
+        path = self._snapshots / f"rank_{self._rank}_{name}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
         self._left = 0

@@ -34,6 +34,7 @@ from vime.trainer.megatron import (
     offload,
     packing,
     parallel,
+    profiling,
     settings,
     shards,
     speed,
@@ -85,6 +86,9 @@ class MegatronTrainer:
         )
         if platform.device_type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        self._profiler = profiling.Profiler(
+            config.debug, Path(config.log.run_dir), rank=rank, device_type=platform.device_type
+        )
         parallel.start(
             backend=platform.collective_backend,
             init_method=init_method,
@@ -220,6 +224,10 @@ class MegatronTrainer:
         Raises: TrainingError naming rank, rollout and step if a loss or gradient is not finite, or a token id is not
             in the vocabulary.
         """
+        with self._profiler.rollout(batch.rollout_id):
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> Metrics:
         metrics: Metrics = {}
         if not 0 <= batch.tokens.min() <= batch.tokens.max() < self._model.vocab_size:
             raise TrainingError(
