@@ -59,7 +59,9 @@ def test_the_stop_rules_window_goes_on_after_a_resume() -> None:
     first, second = (StopRule("train/loss", below=0.9, window=3) for _ in range(2))
     got = [first.reached({"train/loss": v}) for v in values[:3]]
     second.restore(json.loads(json.dumps(first.state())))
+    assert not second.is_met
     assert got + [second.reached({"train/loss": v}) for v in values[3:]] == want == [False, False, False, False, True]
+    assert second.is_met
 
 
 def test_values_of_another_metric_are_not_taken_over() -> None:

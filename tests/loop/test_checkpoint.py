@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from vime.data.buffer import DataBuffer
+from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import find_checkpoints, load_checkpoint, load_weights, open_checkpoint, save_checkpoint
@@ -117,6 +119,23 @@ def test_the_data_is_compared_before_the_trainer_loads(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the prompts differ"):
         load_checkpoint(open_checkpoint(tmp_path), trainer, OtherData(), StopRule())  # type: ignore[arg-type]
     assert trainer.loaded == ""
+
+
+def buffer(*texts: str) -> DataBuffer:
+    prompts = [Prompt(prompt=text, tokens=(i,)) for i, text in enumerate(texts)]
+    return DataBuffer(prompts, n_samples_per_prompt=2, shuffle=True, seed=3)
+
+
+def test_the_next_prompts_are_those_of_a_run_that_never_stopped_and_other_data_is_refused(tmp_path: Path) -> None:
+    straight = buffer(*"abcdefg")
+    straight.get_groups(3)
+    straight.put_back(straight.get_groups(2)[1:])
+    save(tmp_path, 1, source=straight)
+    resumed = buffer(*"abcdefg")
+    load_checkpoint(open_checkpoint(tmp_path), FakeTrainer(), resumed, StopRule())  # type: ignore[arg-type]
+    assert resumed.get_groups(9) == straight.get_groups(9)
+    with pytest.raises(DataError, match="the saved data buffer does not belong to this run"):
+        load_checkpoint(open_checkpoint(tmp_path), FakeTrainer(), buffer(*"abcdefx"), StopRule())  # type: ignore[arg-type]
 
 
 def test_a_replay_goes_on_from_any_checkpoint_but_only_a_replay_from_a_replays(tmp_path: Path) -> None:

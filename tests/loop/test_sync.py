@@ -126,6 +126,16 @@ def test_a_resumed_run_publishes_before_it_generates(tmp_path: Path) -> None:
     assert world.calls == ["publish v0", "generate 5 at v0", "train batch 5", "publish v1"]
 
 
+def test_a_run_that_its_rule_has_stopped_does_nothing_more_when_it_is_resumed(tmp_path: Path) -> None:
+    stopped, stop = (StopRule("rollout/raw_reward", above=0.5, window=2) for _ in range(2))
+    for _ in range(2):
+        stopped.reached({"rollout/raw_reward": 0.5})
+    stop.restore(stopped.state())
+    world = World()
+    run(world, tmp_path, Cadence(9, evaluates=True, saves=True), start=2, stop=stop)
+    assert world.calls == []
+
+
 def test_stage_times_add_up_to_the_step_and_every_stage_reports(tmp_path: Path) -> None:
     rows = run(World(), tmp_path, Cadence(2, evaluates=True))
     assert [row["step"] for row in rows] == [-1, 0, 1]

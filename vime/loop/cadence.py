@@ -77,7 +77,12 @@ class StopRule:
         if self._metric not in metrics:
             raise TrainingError(f"--stop-metric {self._metric} is not among the metrics: {', '.join(sorted(metrics))}")
         self._values.append(metrics[self._metric])
-        if len(self._values) < (self._values.maxlen or 0):
+        return self.is_met
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the window of now says to stop: also true of the checkpoint of a run that was stopped by it."""
+        if not self._values or len(self._values) < (self._values.maxlen or 0):
             return False
         mean = sum(self._values) / len(self._values)
         return (self._below is not None and mean <= self._below) or (self._above is not None and mean >= self._above)

@@ -67,6 +67,8 @@ def run_sync(
     Returns: the last rollout that was trained on; `start - 1` if there was nothing to do.
     Raises: whatever a stage raises; nothing is retried here and no step is skipped in silence.
     """
+    if stop.is_met:
+        return start - 1  # resumed from where the rule ended the run
     with recorder.setup(start) as setup:
         with setup.stage("update_weights"):
             version = stages.publisher.publish()  # a resumed trainer is ahead of what the engines loaded
