@@ -27,7 +27,7 @@ def test_every_step_reports_agreement_and_times_that_add_up(finished: tuple[Path
     for row in rows[1:]:
         assert 0 < row[DIFF] <= 1e-5, "float32 on both sides"
         assert row[f"{DIFF}_p99"] <= row[f"{DIFF}_max"] < 1e-4
-        stages = ("rollout", "make_batch", "train", "update_weights", "save_model", "eval", "other")
+        stages = ("rollout", "make_batch", "train", "update_weights", "save_model", "save_hf", "eval", "other")
         assert sum(row.get(f"perf/{s}_time", 0.0) for s in stages) == pytest.approx(row["perf/step_time"], abs=1e-6)
         assert row["weight_sync/probe_abs_diff_max"] < 1e-4
         assert row["train/policy_version"] == row["step"] + 1
