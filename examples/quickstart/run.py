@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # so that the example also runs without an instal
 
 MAX_BEFORE, MIN_AFTER, MIN_GAIN = 0.5, 0.75, 0.25
 MAX_LOGPROB_ABS_DIFF = 1e-5  # float32 on both sides: mean of any step
-STAGES = ("rollout", "make_batch", "train", "save_model", "update_weights", "eval", "other")
+STAGES = ("rollout", "make_batch", "train", "save_model", "save_hf", "update_weights", "eval", "other")
 
 
 class MemoryWatch(threading.Thread):
