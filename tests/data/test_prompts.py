@@ -124,6 +124,10 @@ def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, tokenizer:
     assert prompts[0].prompt == "abc"
     with pytest.raises(DataError, match=r"p\.jsonl, line 2: the file was changed while the run reads from it"):
         prompts[1]
+    checked = check_rows([str(path)], RowKeys())
+    write(path, {"input": "abc"}, "{")
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: the file was changed"):
+        checked.tokenise(tokenizer)
 
 
 def test_a_template_that_refuses_a_conversation_is_a_bad_line(tmp_path: Path, tokenizer: Any) -> None:

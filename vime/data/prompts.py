@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from vime.config.prompt_files import parse_prompt_files
 from vime.data.chat import prompt_text
 from vime.data.prompt_set import PromptSet, Selection
 from vime.data.records import GENERATE_PATH, HOOK_PARAMETERS, BadRow, RowKeys, check_overrides, named_hooks, read_record
-from vime.data.rows import Rows, open_rows
+from vime.data.rows import Rows, changed, open_rows
 from vime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -65,32 +66,36 @@ class CheckedRows:
         lengths = np.zeros(len(self), np.int64)
         chunks: list[npt.NDArray[np.int32]] = []
         problems = _Problems(self._files)
-        for start, texts in self._texts(tokenizer, dict(chat_kwargs or {}), problems):
+        refused: set[int] = set()
+        for start, texts in self._texts(tokenizer, dict(chat_kwargs or {}), problems, refused):
             batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
             lengths[start : start + len(texts)] = [len(ids) for ids in batch]
             chunks.append(np.fromiter((i for ids in batch for i in ids), np.int32))
         for i in np.flatnonzero(lengths == 0).tolist():
-            if not problems.has(self._selected.file[i], self._selected.row[i]):
-                problems.add(self._selected.file[i], self._selected.row[i], "the prompt has no tokens")
+            if i not in refused:
+                problems.add(int(self._selected.file[i]), int(self._selected.row[i]), "the prompt has no tokens")
         problems.refuse()
         tokens = np.concatenate(chunks)
         return self._within(tokens, lengths, max_prompt_len, max_context_len)
 
     def _texts(
-        self, tokenizer: Any, chat_kwargs: Mapping[str, Any], problems: _Problems
+        self, tokenizer: Any, chat_kwargs: Mapping[str, Any], problems: _Problems, refused: set[int]
     ) -> Iterator[tuple[int, list[str]]]:
-        """Batches of texts with the position of the first; the text of a row that has a problem is empty."""
+        """Batches of texts with the position of the first; refused rows are noted, and have an empty text."""
         texts: list[str] = []
         position = 0
         for file, row in _runs(self._selected):
             rows = self._files[file]
             for read in rows.scan(row):
+                if read.digest != self._selected.digest[position]:
+                    raise changed(rows, read.index)
                 record = read_record(read.value, self._keys)
                 text = ""
                 try:
                     text = prompt_text(record, tokenizer, chat=self._keys.chat, kwargs=chat_kwargs)
                 except BadRow as problem:
                     problems.add(file, read.index, str(problem))
+                    refused.add(position)
                 texts.append(text)
                 position += 1
                 if len(texts) == _TOKENISE_AT_ONCE:
@@ -273,29 +278,28 @@ class _Problems:
     def __init__(self, files: Sequence[Rows]) -> None:
         self.num_read: dict[int, int] = {}
         self._files = files
-        self._found: dict[int, dict[int, str]] = {}
+        self._found: dict[int, list[tuple[int, str]]] = {}
+        self._counts: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def add(self, file: int, row: int, problem: str) -> None:
         """A row cannot be used."""
-        self._found.setdefault(int(file), {})[int(row)] = problem
-
-    def has(self, file: int, row: int) -> bool:
-        """Whether a row was found bad."""
-        return int(row) in self._found.get(int(file), {})
+        self._counts[file] += 1
+        found = self._found.setdefault(file, [])
+        if len(found) < _SHOWN:
+            found.append((row, problem))
 
     def refuse(self) -> None:
         """Raises: DataError naming all that was found, if anything was."""
         if self._found:
             raise DataError("\n".join(self._of_file(file, found) for file, found in sorted(self._found.items())))
 
-    def _of_file(self, file: int, found: Mapping[int, str]) -> str:
-        rows = self._files[file]
+    def _of_file(self, file: int, found: Sequence[tuple[int, str]]) -> str:
+        rows, count = self._files[file], self._counts[file]
         total = self.num_read.get(file, len(rows))
-        ordered: Iterable[tuple[int, str]] = sorted(found.items())
-        shown = [f"{rows.place(row)}: {problem}" for row, problem in ordered][:_SHOWN]
-        more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        shown = [f"{rows.place(row)}: {problem}" for row, problem in sorted(found)]
+        more = [f"… and {count - len(shown)} more"] if count > len(shown) else []
         what = rows.place(0).split()[0] + "s"
-        return "\n  ".join([f"{rows.path}: {len(found)} of {total} {what} cannot be used", *shown, *more])
+        return "\n  ".join([f"{rows.path}: {count} of {total} {what} cannot be used", *shown, *more])

@@ -66,6 +66,14 @@ def open_rows(path: Path, keys: RowKeys) -> Rows:
     return JsonlRows(path)
 
 
+def changed(rows: Rows, index: int) -> DataError:
+    """The error for a row that is not what it was when it was checked."""
+    return DataError(
+        f"{rows.path}, {rows.place(index)}: the file was changed while the run reads from it; put the old one back and "
+        "resume from the last checkpoint, and write new data to a new file"
+    )
+
+
 class JsonlRows:
     """UTF-8 text, one JSON object a line; blank lines do not count."""
 
@@ -116,10 +124,7 @@ class JsonlRows:
         except OSError as error:
             raise DataError(f"cannot read the prompts in {self.path} again: {error.strerror or error}") from error
         if _digest(line) != digest:
-            raise DataError(
-                f"{self.path}, {self.place(index)}: the file was changed while the run reads from it; put the old one "
-                "back and resume from the last checkpoint, and write new data to a new file"
-            )
+            raise changed(self, index)
         return _parse(line.removeprefix(_BOM), strict=False)
 
 
