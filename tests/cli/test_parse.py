@@ -73,10 +73,11 @@ def test_a_misspelt_flag_is_refused_with_the_nearest_name(misspelt: str, right: 
     assert result.problems[0] == f"{misspelt} is not a setting; did you mean {right}?"
 
 
-def test_a_misspelt_vllm_flag_is_refused_with_the_nearest_name() -> None:
-    result = given("--vllm-gpu-memory-utilisation", "0.4")
+@pytest.mark.parametrize("prefix", ["vllm", "vlm", "vlllm", "vlmm"])
+def test_a_misspelt_vllm_flag_is_refused_with_the_nearest_name(prefix: str) -> None:
+    result = given(f"--{prefix}-gpu-memory-utilisation", "0.4")
     assert result.problems == [
-        "--vllm-gpu-memory-utilisation is not a setting; did you mean --vllm-gpu-memory-utilization?"
+        f"--{prefix}-gpu-memory-utilisation is not a setting; did you mean --vllm-gpu-memory-utilization?"
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vime.config import ClusterConfig, Config
+from vime.config.eval_sets import eval_sets
 from vime.errors import ConfigError, VimeError
 from vime.platform import get_platform
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end cleanly, as with ctrl-C
     try:
         folder = RunFolder(path)
-        folder.write_config({"settings": config, "origin": resolved.origin})
+        folder.write_config({"settings": config, "eval_sets": eval_sets(config), "origin": resolved.origin})
         folder.write_versions()
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")

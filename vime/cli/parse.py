@@ -23,6 +23,7 @@ from vime.cli.vllm_flags import vllm_flags
 from vime.config.yaml_file import read_yaml
 from vime.errors import ConfigError
 
+_SAME_PREFIX = 0.7  # likeness from which on "vlm-" and "vlllm-" are taken for "vllm-"
 _IS_FLAG = re.compile(r"--[A-Za-z]")
 
 
@@ -78,9 +79,11 @@ class Catalogue:
 
     def nearest(self, name: str) -> str | None:
         """The known name most like this one, if any is near."""
-        tables = [self.table(owner) for owner in self._owners(name)]
-        names = [n for table in tables for n in table]
-        if not name.startswith("vllm-"):
+        owners = self._owners(name)
+        if difflib.SequenceMatcher(None, name.split("-")[0], "vllm").ratio() > _SAME_PREFIX:
+            owners = ("vime", "vllm")
+        names = [n for owner in owners for n in self.table(owner)]
+        if "vllm" not in owners:
             names += list(self.table("router"))
         if name.removeprefix("vllm-").removeprefix("router-").startswith("no-"):
             names += [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from vime.loop.flat_rewards import FlatRewards
 from vime.observability.derived import derived_metrics
 from vime.observability.eval_table import eval_table, set_of
 from vime.observability.progress import RunProgress
@@ -112,6 +113,7 @@ class Recorder:
         self._folder, self._progress, self._writer = folder, progress, writer
         self._keep, self._copies, self._tracer = keep_rollouts, copies, tracer
         self._last_end: float | None = None
+        self._flat = FlatRewards()
 
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
@@ -130,6 +132,7 @@ class Recorder:
         """An evaluation that is the whole run: a row of metrics like a step's, and a table to read."""
         step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies)
         yield step
+        self._trace(step, rollout_id)
         self._writer.write(rollout_id, step.metrics | step.timer.metrics())
         self._progress.message(eval_table(step.metrics))
 
@@ -143,6 +146,8 @@ class Recorder:
         self._last_end = step.timer.end
         metrics |= derived_metrics(metrics) | {"memory/driver_rss_bytes": float(psutil.Process().memory_info().rss)}
         self._writer.write(rollout_id, metrics)
+        if (warning := self._flat.note(rollout_id, metrics)) is not None:
+            self._progress.message(warning)
         self._trace(step, rollout_id)
         self._progress.step(rollout_id, metrics)
 
