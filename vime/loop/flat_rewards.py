@@ -10,7 +10,7 @@ _ZERO = 1e-6  # of an advantage: what rounding leaves of a mean of equal rewards
 
 
 class FlatRewards:
-    """Made once per run; `note` after each rollout. Warns at the 1st such rollout in a row, then the 2nd, 4th, 8th, …"""
+    """Made once per run; `note` after each rollout. Warns at the 1st such in a row, then the 2nd, 4th, 8th, …"""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -28,5 +28,6 @@ class FlatRewards:
         mean = metrics.get("rollout/raw_reward", math.nan)
         return (
             f"warning: rollout {rollout_id}: the rewards of every group are equal (mean {mean:g}), so all advantages "
-            f"are 0 and nothing is learned from it{times}; the policy solves every prompt or none, or the reward is wrong: read the rollout's samples"
+            f"are 0 and nothing is learned from it{times}; the policy solves every prompt or none, or the reward is "
+            "wrong: read the rollout's samples"
         )
