@@ -74,7 +74,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_paths(config),
         check_debug(config, facts.platform),
         check_evaluation(config),
-        check_checkpoints(config),
+        check_checkpoints(config, facts.metric_problem),
         check_eval_sets(
             config,
             reward_names=facts.reward_names,

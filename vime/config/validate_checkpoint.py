@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vime.config import Config
 from vime.config.eval_sets import has_eval_sets
@@ -25,8 +25,11 @@ def parse_best(text: str) -> tuple[str, bool]:
     return metric, direction == "max"
 
 
-def check_checkpoints(config: Config) -> Iterator[str]:
-    """What would never be found, or never be kept."""
+def check_checkpoints(config: Config, metric_problem: Callable[[str], str | None]) -> Iterator[str]:
+    """What would never be found, or never be kept.
+
+    Args: metric_problem: what is wrong with a metric's name; None for one that is defined.
+    """
     best = config.checkpoint.keep_best_checkpoint
     if best is None:
         return
@@ -35,5 +38,7 @@ def check_checkpoints(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
-    if metric.startswith("eval/") and not (generates(config) and has_eval_sets(config)):
+    if problem := metric_problem(metric):
+        yield f"--keep-best-checkpoint is {best}, {problem}"
+    elif metric.startswith("eval/") and not (generates(config) and has_eval_sets(config)):
         yield f"--keep-best-checkpoint is {best}, but nothing is evaluated; add --eval-prompt-data or --eval-config"

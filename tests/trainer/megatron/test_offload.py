@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vime.trainer.megatron.offload import Offloader
+from vime.trainer.megatron.offload import Offloader, device_tensors
 
 
 def test_views_keep_their_values_and_the_memory_is_freed_meanwhile():
@@ -34,7 +34,7 @@ def test_a_trainer_trains_on_after_its_storages_were_away(model_folder, make_tra
         trainer = make_trainer(folder)
         trainer.train(batch)
         if away:
-            keep, drop = trainer._device_tensors()
+            keep, drop = device_tensors(trainer._policy, trainer._reference, "cpu")
             offloader = Offloader()
             offloader.offload(keep, drop=drop)
             offloader.onload()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from vime.trainer.megatron.model import Policy
+
 
 class Offloader:
     """Empties the storages behind a set of tensors and fills them again.
@@ -50,3 +52,16 @@ class Offloader:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._kept.clear()
         self._dropped.clear()
+
+
+def device_tensors(
+    policy: Policy, reference: torch.nn.Module | None, device_type: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What fills the device between steps: tensors whose contents count, and gradients, whose do not."""
+    keep: list[Tensor] = [*policy.module.parameters(), *policy.module.buffers()]
+    keep += policy.optimizer.get_parameters()
+    keep += policy.optimizer_tensors()
+    if reference is not None:
+        keep += [*reference.parameters(), *reference.buffers()]
+    drop = [b.grad_data for b in (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)]
+    return [t for t in keep if t.device.type == device_type], drop

@@ -374,20 +374,9 @@ class MegatronTrainer:
         """Leave the device (colocate). Does nothing on the CPU platform, where engines share the host's memory."""
         if self._platform.device_type == "cpu":
             return
-        keep, drop = self._device_tensors()
+        keep, drop = offload.device_tensors(self._policy, self._reference, self._platform.device_type)
         self._offloader.offload(keep, drop=drop)
         torch.cuda.empty_cache()
-
-    def _device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What fills the device between steps: tensors whose contents count, and gradients, whose do not."""
-        policy = self._policy
-        keep: list[Tensor] = [*policy.module.parameters(), *policy.module.buffers()]
-        keep += policy.optimizer.get_parameters()
-        keep += policy.optimizer_tensors()
-        if self._reference is not None:
-            keep += [*self._reference.parameters(), *self._reference.buffers()]
-        drop = [b.grad_data for b in (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)]
-        return [t for t in keep if t.device.type == self._platform.device_type], drop
 
     def onload(self) -> None:
         """Come back to the device (colocate)."""
