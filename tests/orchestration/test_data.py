@@ -44,13 +44,15 @@ def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:
     settings = config(tmp_path, [{"input": "12"}, {"input": "12345"}])
     buffer = build_source(settings, check_data(settings), tokenizer)
     assert isinstance(buffer, DataBuffer) and buffer.metrics()["data/num_dropped_prompts"] == 1
-    assert probe_prompts(buffer, tokenizer) == [tuple(tokenizer("12")["input_ids"])]
+    assert probe_prompts(buffer, tokenizer, 4) == [tuple(tokenizer("12")["input_ids"])]
 
     bare = replace(settings, data=DataConfig(disable_rollout_global_dataset=True))
     assert check_data(bare) is None
     empty = build_source(bare, None, tokenizer)
     assert isinstance(empty, DataBuffer) and empty.epoch_size() is None
-    assert len(probe_prompts(empty, tokenizer)) == 4
+    assert [len(ids) for ids in probe_prompts(empty, tokenizer, 20)] == [7, 10, 10, 10], (
+        "half of the room is for the answer"
+    )
 
     own = replace(settings, data=DataConfig(data_source_path="tests.data.test_source.Odd", prompt_data=["/not/read"]))
     assert check_data(own) is None

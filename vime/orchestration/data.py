@@ -54,8 +54,12 @@ def build_source(config: Config, rows: CheckedRows | None, tokenizer: Any) -> Da
     return make_buffer(config, None if rows is None else tokenise_prompts(config, rows, tokenizer))
 
 
-def probe_prompts(source: DataSource, tokenizer: Any) -> Sequence[Sequence[int]]:
-    """Token ids of a few prompts, which the weight sync's probe continues: the run's own, where they are known."""
+def probe_prompts(source: DataSource, tokenizer: Any, max_model_len: int) -> Sequence[Sequence[int]]:
+    """Token ids of a few prompts, which the weight sync's probe continues: the run's own, where they are known.
+
+    Args: max_model_len: tokens of prompt and continuation together.
+    """
     if isinstance(source, DataBuffer) and len(source.prompts):
         return [prompt.tokens for prompt in source.prompts[:_PROBE_PROMPTS]]
-    return [ids for ids in tokenizer(list(_PROBE_TEXTS), add_special_tokens=False)["input_ids"] if ids]
+    batch = tokenizer(list(_PROBE_TEXTS), add_special_tokens=False)["input_ids"]
+    return [ids[: max_model_len // 2] for ids in batch if ids]

@@ -227,7 +227,7 @@ def _build_stages(
             trainer,
             engines,
             transport=plan.transport,
-            probe_prompts=probe_prompts(source, context.tokenizer),
+            probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
             first_version=plan.start + 1,  # one sync before the first rollout, one after each
