@@ -5,7 +5,8 @@ VimeError
 ├── DataError (also ValueError)     a prompt file or sample is malformed
 ├── HookError                       a user's function raised, hung or gave something unusable
 │   └── HookTimeout                 it took longer than its time limit
-├── RewardError                     a reward function gave no usable number, or graders cannot run at all
+├── RewardError                     graders cannot run at all
+│   └── SampleRewardError           a reward function gave one sample no usable number
 ├── EngineError                     an inference engine answered with an error or not at all
 │   └── EngineDead                  its process is gone
 ├── WeightSyncError                 a weight set did not arrive as it was sent
@@ -45,7 +46,11 @@ class HookTimeout(HookError):
 
 
 class RewardError(VimeError):
-    """A reward function raised or gave no usable number, or graders cannot run; the message names which."""
+    """Graders cannot run, or a reward function gave no usable number; the message names which."""
+
+
+class SampleRewardError(RewardError):
+    """A reward function raised, hung or gave no usable number for one sample: no other is concerned."""
 
 
 class EngineError(VimeError):

@@ -38,7 +38,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_every_path_of_a_function_is_in_the_table() -> None:
     paths = {flag.key for flag in vime_flags().values() if flag.name.endswith("-path")}
-    assert paths == {row.key for row in HOOKS}
+    assert paths | {"reward.rm_parts"} == {row.key for row in HOOKS}
 
 
 @pytest.mark.parametrize("row", HOOKS, ids=lambda row: row.flag)
@@ -46,17 +46,22 @@ def test_each_is_checked_at_start(row, module: str) -> None:
     def config(name: str) -> Config:
         section, field = row.key.split(".")
         value = f"{module}.{name}"
-        is_list = isinstance(getattr(getattr(Config(), section), field), list)
+        default = getattr(getattr(Config(), section), field)
+        given = [value] if isinstance(default, list) else {value: 1.0} if isinstance(default, dict) else value
         sections = {f: type(getattr(Config(), f)) for f in (section,)}
-        return Config(**{section: sections[section](**{field: [value] if is_list else value})})
+        return Config(**{section: sections[section](**{field: given})})
 
-    right, wrong = {"async": ("awaited", "plain"), "function": ("plain", "awaited"), "class": ("Source", "plain")}[
-        row.kind
-    ]
+    right, wrong = {
+        "async": ("awaited", "plain"),
+        "function": ("plain", "awaited"),
+        "either": ("plain", ""),
+        "class": ("Source", "plain"),
+    }[row.kind]
     assert not list(problems(config(right)))
     assert load(config(right), row.key) is not None
     kind = "not a class" if row.kind == "class" else "async"
-    for name, words in ((wrong, kind), ("too_few", "but is called with"), ("nothing", "has no nothing")):
+    either = (wrong, kind) if row.kind != "either" else ("too_few", "but is called with")
+    for name, words in (either, ("too_few", "but is called with"), ("nothing", "has no nothing")):
         (problem,) = problems(config(name))
         assert problem.startswith(row.flag) and words in problem
         with pytest.raises(ConfigError, match=words):

@@ -6,11 +6,23 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from vime.rewards import Grade
+
+_hoard: list[bytes] = []
+
+
+def _talk() -> None:
+    time.sleep(0.05)
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"late\n")
+        except OSError:
+            continue
 
 
 def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
@@ -22,6 +34,25 @@ def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
         with open(label, "w") as file:
             file.write(str(child.pid))
         time.sleep(3600)
+    if response == "hang with a runaway child":
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        with open(label, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(3600)
+    if response == "leave a child":
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        with open(label, "w") as file:
+            file.write(str(child.pid))
+    if response == "leave a thread":
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    if response == "leave a talker":
+        threading.Thread(target=_talk, daemon=True).start()
+    if response == "fork":
+        if os.fork() == 0:
+            return Grade(0.5, "wrong")  # a second process answers, too
+        time.sleep(0.1)
+    if response == "hoard":
+        _hoard.append(bytes(150 << 20))
     if response == "segfault":
         ctypes.string_at(0)
     if response == "exit":

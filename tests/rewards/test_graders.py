@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from vime.rewards import QUICK, REWARDS
-from vime.rewards.math import last_boxed
+from vime.rewards import REWARDS
+from vime.rewards.extract import last_boxed
 from vime.rewards.numbers import canonical_number
 from vime.rewards.pool import GraderPool
 
@@ -48,8 +48,10 @@ def test_shared_case(case: dict[str, Any], pool: GraderPool, tmp_path: Path, mon
 @pytest.mark.parametrize("case", [c for c in CASES if c["level"] != "robust"], ids=lambda case: case["id"])
 def test_what_string_work_decides_is_what_symbols_decide(case: dict[str, Any]) -> None:
     name = GRADER[case["style"]]
-    quick = QUICK[name](case["response"], case["label"], {})
-    assert quick is None or quick == REWARDS[name](case["response"], case["label"], {})
+    spec = REWARDS[name]
+    assert spec.quick is not None
+    quick = spec.quick(case["response"], case["label"], {})
+    assert quick is None or quick == spec.grade(case["response"], case["label"], {})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_what_string_work_decides_is_what_symbols_decide(case: dict[str, Any]) -
     ],
 )
 def test_exact_match(response: str, label: Any, verdict: str) -> None:
-    assert REWARDS["exact_match"](response, label, {}).verdict == verdict
+    assert REWARDS["exact_match"].grade(response, label, {}).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_exact_match(response: str, label: Any, verdict: str) -> None:
     ],
 )
 def test_gsm8k(response: str, label: Any, verdict: str) -> None:
-    assert REWARDS["gsm8k"](response, label, {}).verdict == verdict
+    assert REWARDS["gsm8k"].grade(response, label, {}).verdict == verdict
 
 
 @pytest.mark.parametrize(

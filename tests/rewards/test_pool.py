@@ -63,6 +63,21 @@ def test_a_hung_grader_is_killed_with_its_children(pool: GraderPool, tmp_path: P
     assert grade(pool, "fine") == FINE
 
 
+@pytest.mark.parametrize("deed", ["leave a thread", "leave a talker", "hoard", "fork"])
+def test_what_a_grader_leaves_behind_costs_no_later_sample(pool: GraderPool, deed: str) -> None:
+    for _ in range(3):
+        assert grade(pool, deed) == FINE
+        time.sleep(0.1)
+        assert grade(pool, "fine") == FINE
+
+
+@pytest.mark.parametrize("deed", ["hang with a runaway child", "leave a child"])
+def test_children_that_leave_the_session_die_with_the_worker(pool: GraderPool, tmp_path: Path, deed: str) -> None:
+    grade(pool, deed, str(tmp_path / "pid"))
+    assert _is_gone(int((tmp_path / "pid").read_text()))
+    assert grade(pool, "fine") == FINE
+
+
 def test_graders_do_not_see_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     pool = GraderPool()
@@ -103,7 +118,7 @@ def test_workers_run_side_by_side() -> None:
 def test_a_worker_killed_while_idle_is_replaced(pool: GraderPool) -> None:
     grade(pool, "fine")
     (worker,) = pool._workers
-    os.kill(worker._process.pid, 9)
+    os.kill(worker.pid, 9)
     worker._process.wait()
     assert grade(pool, "fine") == FINE
 

@@ -106,9 +106,11 @@ def _row(flag: Flag) -> str:
 
 
 def _takes(flag: Flag) -> str:
-    kind = " or ".join(f"`{choice}`" for choice in flag.choices) or {"str": "text", "json": "JSON"}.get(
-        flag.kind, flag.kind
-    )
+    kind = " or ".join(f"`{choice}`" for choice in flag.choices) or {
+        "str": "text",
+        "json": "JSON",
+        "weights": "NAME=NUMBER, several",
+    }.get(flag.kind, flag.kind)
     return f"{kind}, several" if flag.is_list else kind
 
 

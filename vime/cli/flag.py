@@ -25,7 +25,8 @@ class Flag:
     key: str
     """Field name at its owner."""
     kind: str
-    """"bool", "int", "float", "str", "json", or "any": JSON where it parses, text otherwise."""
+    """"bool", "int", "float", "str", "json", "weights" (a mapping of names to numbers), or "any": JSON where it parses,
+    text otherwise."""
     is_list: bool = False
     """Takes several words of `kind`."""
     is_optional: bool = True
@@ -55,6 +56,10 @@ class Flag:
             if len(words) == 1 and words[0].lstrip().startswith("["):
                 return self.from_yaml(_json(words[0]))
             return [self._one(word) for word in words]
+        if self.kind == "weights":
+            if len(words) == 1 and words[0].lstrip().startswith("{"):
+                return self.from_yaml(_json(words[0]))
+            return self._weights([word.rpartition("=")[::2] for word in words])
         if self.kind == "bool":
             if not words:
                 return True
@@ -78,6 +83,10 @@ class Flag:
             if not isinstance(value, list):
                 raise ValueError(f"is {value!r}, but needs a list of {self.expects}")
             return [self._one(v if isinstance(v, str) else json.dumps(v)) for v in value]
+        if self.kind == "weights":
+            if not isinstance(value, dict):
+                raise ValueError(f"is {value!r}, but needs a mapping of {self.expects}")
+            return self._weights([(str(k), str(w)) for k, w in value.items()])
         if self.kind == "bool" or isinstance(value, bool):
             if self.kind not in ("bool", "json", "any") or not isinstance(value, bool):
                 raise ValueError(f"is {value!r}, but needs {self.expects}")
@@ -113,8 +122,25 @@ class Flag:
             "float": "a finite number",
             "str": "text",
             "json": "JSON",
+            "weights": "NAME=NUMBER",
             "any": "text or JSON",
         }[self.kind]
+
+    def _weights(self, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+        weights: dict[str, float] = {}
+        for name, word in pairs:
+            try:
+                weight = float(word)
+            except ValueError:
+                weight = math.nan
+            if not name or not math.isfinite(weight):
+                raise ValueError(f"holds {f'{name}={word}' if name else word!r}, but needs {self.expects} ...")
+            if name in weights:
+                raise ValueError(f"names {name} twice; keep one")
+            weights[name] = weight
+        if not weights:
+            raise ValueError(f"needs one or more {self.expects}")
+        return weights
 
     def _one(self, word: str) -> Any:
         if self.is_optional and word.lower() == "none" and word not in self.choices:

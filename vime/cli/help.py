@@ -43,7 +43,8 @@ def _takes(flag: Flag) -> str:
     if flag.kind == "bool":
         return "" if flag.value is not None else f", --{flag.negation}"
     word = "{" + ",".join(str(c) for c in flag.choices) + "}" if flag.choices else flag.kind.upper()
-    return f" {word} ..." if flag.is_list else f" {word}"
+    word = "NAME=NUMBER" if flag.kind == "weights" else word
+    return f" {word} ..." if flag.is_list or flag.kind == "weights" else f" {word}"
 
 
 def print_help(argv: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ def _facts(
     claims: tuple[tuple[str, str, Any], ...],
 ) -> Facts:
     from vime.observability.metrics import name_problem
-    from vime.rewards import REWARDS
+    from vime.rewards import REMOTE, REWARD_NAMES, REWARDS
     from vime.trainer.megatron.limits import limits
 
     limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None
@@ -145,7 +145,8 @@ def _facts(
         platform=platform.name if platform is not None else config.cluster.platform,
         transports=tuple(platform.transports) if platform is not None else ("shm", "gloo", "disk"),
         devices=platform.device_count() if platform is not None and limited else None,
-        reward_names=tuple(REWARDS),
+        reward_names=REWARD_NAMES,
+        rewards_without_label=(*REMOTE, *(name for name, spec in REWARDS.items() if not spec.needs_label)),
         explicit=frozenset(g.flag.key for g in parsed.given.values() if g.flag.owner == "vime"),
         shape=shape,
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
@@ -158,6 +159,8 @@ def _facts(
 def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], origin: dict[str, str]) -> Config:
     """Put the value in place of every "default: as that other setting", so that the printed value is the one used."""
     assert platform is not None, "a platform that cannot be found is a problem, and problems are raised before"
+    from vime.rewards.score import default_reward_keys
+
     changes: dict[str, dict[str, Any]] = {}
 
     def fill(section: str, name: str, value: Any, where: str = DEFAULT) -> None:
@@ -182,7 +185,9 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     fill("eval", "eval_input_key", config.data.input_key)
     fill("eval", "eval_label_key", config.data.label_key)
     fill("eval", "eval_tool_key", config.data.tool_key)
-    fill("eval", "eval_reward_key", config.reward.reward_key)
+    reward_key, eval_reward_key = default_reward_keys(config.reward)
+    fill("reward", "reward_key", reward_key)
+    fill("eval", "eval_reward_key", eval_reward_key)
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changes.items()})
 
 

@@ -60,5 +60,5 @@ def _shape(hint: Any) -> tuple[str, bool, bool]:
     if typing.get_origin(hint) is list:
         return _KINDS[typing.get_args(hint)[0]], True, is_optional
     if typing.get_origin(hint) is dict:
-        return "json", False, is_optional
+        return "weights" if typing.get_args(hint)[1] is float else "json", False, is_optional
     return _KINDS[hint], False, is_optional

@@ -20,7 +20,7 @@ class Hook:
     key: str
     """The setting with its dotted path, as "section.field"."""
     kind: str
-    """"function", "async" (awaited) or "class" (called once to build an object)."""
+    """"function", "async" (awaited), "either" of these or "class" (called once to build an object)."""
     parameters: tuple[str, ...]
     """Positional arguments of the call, in order."""
     keywords: tuple[str, ...] = ()
@@ -45,13 +45,15 @@ class Hook:
         value = getattr(getattr(config, section), name)
         if value is None:
             return []
+        if isinstance(value, dict):  # weighted parts, built-ins among them
+            return [path for path in value if "." in path]
         return list(value) if isinstance(value, list) else [value]
 
     def signature(self) -> str:
         """`async (config, sample) -> float`, for people."""
         arguments = [*self.parameters, *(f"*, {k}" if i == 0 else k for i, k in enumerate(self.keywords))]
         arguments += [f"[{k}]" for k in self.optional]
-        prefix = {"async": "async ", "class": "class "}.get(self.kind, "")
+        prefix = {"async": "async ", "either": "[async] ", "class": "class "}.get(self.kind, "")
         return f"{prefix}({', '.join(arguments)}) -> {self.returns}"
 
 
@@ -92,10 +94,18 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         key="reward.custom_rm_path",
-        kind="async",
+        kind="either",
         parameters=("config", "sample"),
         returns="float | dict[str, float]",
-        called="once per sample; with --group-rm once per group with its samples, for a list",
+        called="once per sample; with --group-rm once per group with its samples, for a list; a plain function in a "
+        "grader process",
+    ),
+    Hook(
+        key="reward.rm_parts",
+        kind="either",
+        parameters=("config", "sample"),
+        returns="float",
+        called="once per sample, as a part of the sum; a plain function in a grader process",
     ),
     Hook(
         key="data.data_source_path",

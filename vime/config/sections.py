@@ -134,15 +134,34 @@ class RolloutConfig:
 class RewardConfig:
     """Scoring."""
 
-    rm_type: str | None = setting(None, "built-in reward: exact_match, math, gsm8k; a sample's metadata.rm_type wins")
-    custom_rm_path: str | None = setting(None, "dotted path of async (config, sample) -> float or dict of floats")
-    group_rm: bool = setting(False, "the custom reward scores a whole group: async (config, samples) -> list")
+    rm_type: str | None = setting(
+        None, "built-in reward (docs/rewards.md lists them); a sample's metadata.rm_type wins"
+    )
+    rm_parts: dict[str, float] = setting(
+        {}, "weighted sum of rewards, each a built-in's name or a dotted path: math=1.0 my.module.format=0.1"
+    )
+    custom_rm_path: str | None = setting(None, "dotted path of a function (config, sample) -> float or dict of floats")
+    group_rm: bool = setting(False, "the custom reward scores a whole group: (config, samples) -> list")
     custom_reward_post_process_path: str | None = setting(
         None, "dotted path of a function (config, samples) -> (raw_rewards, rewards), rewards being the advantages"
     )
-    reward_key: str | None = setting(None, "entry of a dict reward to train on")
-    rm_timeout_s: float = setting(10.0, "seconds a built-in grader may take for one sample before it is killed")
+    reward_key: str | None = setting(
+        None, "entry of a dict reward to train on; default: total with --rm-parts, score with --rm-type dapo"
+    )
+    rm_timeout_s: float = setting(
+        10.0, "seconds a built-in or plain `def` reward may take for one sample before its process is killed"
+    )
     rm_num_workers: int = setting(1, "grader processes")
+    rm_memory_limit_bytes: int = setting(2 << 30, "address space of a grader process")
+    custom_rm_timeout_s: float = setting(600.0, "seconds an `async def` reward may take for one sample or group")
+    rm_failure_reward: float | None = setting(
+        None,
+        "reward of a sample whose custom or remote reward timed out or crashed; default: its group is generated anew",
+    )
+    rm_url: str | None = setting(None, "address of the reward server that --rm-type remote_rm asks")
+    rm_url_timeout_s: float = setting(60.0, "seconds one request to the reward server may take")
+    rm_url_max_retries: int = setting(10, "further requests for a sample after a failure that may pass")
+    rm_url_max_connections: int = setting(64, "requests to the reward server at a time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

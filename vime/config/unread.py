@@ -112,6 +112,11 @@ _RULES: tuple[Rule, ...] = (
         lambda c: not c.debug.record_memory_history,
         "add --record-memory-history",
     ),
+    (
+        ("reward.rm_url_timeout_s", "reward.rm_url_max_retries", "reward.rm_url_max_connections"),
+        lambda c: c.reward.rm_url is None,
+        "add --rm-url, the server to ask",
+    ),
     (("reward.group_rm",), lambda c: c.reward.custom_rm_path is None, "add --custom-rm-path, the function for groups"),
     (
         (
@@ -184,6 +189,7 @@ _RULES: tuple[Rule, ...] = (
             "rollout.rollout_stop_token_ids",
             "rollout.rollout_temperature",
             "reward.rm_type",
+            "reward.rm_parts",
             "reward.custom_rm_path",
             "eval.eval_prompt_data",
             "eval.eval_config",

@@ -7,7 +7,7 @@ nobody would read, `validate_files.py` looks at files and hooks, `validate_model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
 from vime.config.validate_optimizer import check_optimizer
+from vime.config.validate_reward import check_reward
 from vime.config.validate_stop import check_stop_rule
 
 
@@ -37,6 +38,8 @@ class Facts:
     """Devices of this node; None where they do not limit the run (processes on a CPU, a Ray cluster to join)."""
     reward_names: tuple[str, ...] = ()
     """What --rm-type may say."""
+    rewards_without_label: tuple[str, ...] = ()
+    """Those of them that need no label."""
     explicit: frozenset[str] = frozenset()
     """Settings the user gave, as "section.field"."""
     shape: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +59,6 @@ def validate(config: Config, facts: Facts) -> list[str]:
     of_training = (
         _batch_sizes(config),
         _algorithm(config),
-        _reward(config, facts.reward_names),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape),
         check_lengths(config, facts.max_position_embeddings),
         check_prompts(config),
@@ -66,6 +68,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _ranges(config),
         _sampling(config),
         *(() if evaluates_without_trainer(config) else of_training),
+        check_reward(config, facts.reward_names, facts.rewards_without_label),
         check_optimizer(config),
         check_stop_rule(config, facts.metric_problem),
         _platform(config, facts),
@@ -150,6 +153,9 @@ _MINIMA: Mapping[str, float] = {
     "rollout.rollout_max_context_len": 2,
     "rollout.rollout_concurrency": 1,
     "reward.rm_num_workers": 1,
+    "reward.rm_memory_limit_bytes": 256 << 20,
+    "reward.rm_url_max_retries": 0,
+    "reward.rm_url_max_connections": 1,
     "eval.eval_interval": 1,
     "eval.n_samples_per_eval_prompt": 1,
     "eval.eval_temperature": 0,
@@ -185,6 +191,8 @@ _ABOVE_ZERO = (
     "rollout.rollout_temperature",
     "rollout.custom_generate_timeout_s",
     "reward.rm_timeout_s",
+    "reward.custom_rm_timeout_s",
+    "reward.rm_url_timeout_s",
     "sync.weight_probe_tolerance",
     "sync.update_weight_timeout_s",
     "log.engine_start_timeout_s",
@@ -312,30 +320,6 @@ def _algorithm(config: Config) -> Iterator[str]:
             "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "
             "more, or --disable-rewards-normalization"
         )
-
-
-def _reward(config: Config, known: Collection[str]) -> Iterator[str]:
-    reward = config.reward
-    if reward.rm_type is not None and known and reward.rm_type not in known:
-        yield f"--rm-type is {reward.rm_type!r}, but the built-in rewards are {', '.join(sorted(known))}"
-    if reward.rm_type is not None and reward.custom_rm_path is not None:
-        yield f"--rm-type {reward.rm_type} and --custom-rm-path {reward.custom_rm_path} are both given; keep one"
-    if (
-        generates(config)
-        and reward.rm_type is not None
-        and config.data.label_key is None
-        and reads_prompts(config)
-        and config.rollout.custom_generate_function_path is None
-        and not _is_custom_rollout(config)
-    ):
-        yield f"--rm-type {reward.rm_type} compares with a label; name its key in the data by --label-key"
-    if generates(config) and reward.rm_type is None and reward.custom_rm_path is None:
-        if config.rollout.custom_generate_function_path is None and not _is_custom_rollout(config):
-            yield "a reward is required: --rm-type, or --custom-rm-path (sample metadata may then override it)"
-
-
-def _is_custom_rollout(config: Config) -> bool:
-    return not config.rollout.rollout_function_path.startswith("vime.")
 
 
 def _platform(config: Config, facts: Facts) -> Iterator[str]:

@@ -39,7 +39,7 @@ def check_evaluation(config: Config) -> Iterator[str]:
 def _check_rewards(config: Config) -> Iterator[str]:
     """Training's own checks see to this where a trainer starts."""
     reward = config.reward
-    if reward.rm_type is not None or reward.custom_rm_path is not None or config.rollout.eval_function_path is not None:
+    if reward.rm_type or reward.rm_parts or reward.custom_rm_path or config.rollout.eval_function_path:
         return
     try:
         unscored = [s.name for s in eval_sets(config) if s.rm_type is None and s.custom_generate_function_path is None]
@@ -47,6 +47,6 @@ def _check_rewards(config: Config) -> Iterator[str]:
         return  # said by check_eval_sets
     if unscored:
         yield (
-            f"a reward is required for {', '.join(unscored)}: --rm-type, --custom-rm-path, or rm_type in the set's "
-            "entry of --eval-config (sample metadata may then override it)"
+            f"a reward is required for {', '.join(unscored)}: --rm-type, --rm-parts, --custom-rm-path, or rm_type in "
+            "the set's entry of --eval-config (sample metadata may then override it)"
         )

@@ -31,6 +31,14 @@ class Copies:
     train_data: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RewardKeys:
+    """The entries of dict rewards that count, in training and in evaluation."""
+
+    train: str | None = None
+    eval: str | None = None
+
+
 class Step:
     """One step while it runs: time its stages, add its metrics."""
 
@@ -40,9 +48,11 @@ class Step:
         folder: RunFolder | None,
         rollout_id: int,
         copies: Copies,
+        keys: RewardKeys,
         begin: float | None = None,
     ) -> None:
         self.metrics: Metrics = {}
+        self._keys = keys
         self._progress, self._folder, self._rollout_id, self._copies = progress, folder, rollout_id, copies
         self.timer = StageTimer(start=begin)
         self.spans = SpanLog()
@@ -64,10 +74,10 @@ class Step:
         """Write the groups that are trained on into the run folder, where the run keeps them."""
         self.groups = groups
         if self._folder is not None:
-            self._folder.write_rollout(self._rollout_id, groups)
+            self._folder.write_rollout(self._rollout_id, groups, self._keys.train)
         if self._copies.rollout_data is not None:
             with self._copy(self._copies.rollout_data) as path:
-                write_rollout(path, self._rollout_id, groups)
+                write_rollout(path, self._rollout_id, groups, self._keys.train)
 
     def keep_batch(self, batch: TrainBatch) -> None:
         """Write what the trainer is given, where the run is to."""
@@ -85,7 +95,7 @@ class Step:
         self.add(result.metrics)
         self.evaluated = result.groups
         if self._folder is not None:
-            self._folder.write_evaluation(self._rollout_id, result.groups)
+            self._folder.write_evaluation(self._rollout_id, result.groups, self._keys.eval)
 
 
 class Recorder:
@@ -98,6 +108,7 @@ class Recorder:
         keep_rollouts: write the samples of rollouts and evaluations.
         copies: further files of each step.
         tracer: writes the trace, where there is to be one.
+        reward_keys: which entries of dict rewards the files name as the reward.
     """
 
     def __init__(
@@ -109,16 +120,17 @@ class Recorder:
         keep_rollouts: bool = True,
         copies: Copies = Copies(),
         tracer: RunTracer | None = None,
+        reward_keys: RewardKeys = RewardKeys(),
     ) -> None:
         self._folder, self._progress, self._writer = folder, progress, writer
-        self._keep, self._copies, self._tracer = keep_rollouts, copies, tracer
+        self._keep, self._copies, self._keys, self._tracer = keep_rollouts, copies, reward_keys, tracer
         self._last_end: float | None = None
         self._flat = FlatRewards()
 
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
         """What comes before the first step: written as step `start - 1`, without step times, if it has metrics."""
-        step = Step(self._progress, self._folder if self._keep else None, start - 1, self._copies)
+        step = Step(self._progress, self._folder if self._keep else None, start - 1, self._copies, self._keys)
         yield step
         self._trace(step, start - 1)
         if step.metrics:
@@ -130,7 +142,7 @@ class Recorder:
     @contextmanager
     def evaluation(self, rollout_id: int) -> Iterator[Step]:
         """An evaluation that is the whole run: a row of metrics like a step's, and a table to read."""
-        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies)
+        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies, self._keys)
         yield step
         self._trace(step, rollout_id)
         self._writer.write(rollout_id, step.metrics | step.timer.metrics())
@@ -140,7 +152,8 @@ class Recorder:
     def step(self, rollout_id: int) -> Iterator[Step]:
         """One step, from the end of the one before it. Its metrics are written when it ends well; a failed step
         leaves none. Writing them is part of the next step's time."""
-        step = Step(self._progress, self._folder if self._keep else None, rollout_id, self._copies, self._last_end)
+        folder = self._folder if self._keep else None
+        step = Step(self._progress, folder, rollout_id, self._copies, self._keys, self._last_end)
         yield step
         metrics = step.metrics | step.timer.metrics()
         self._last_end = step.timer.end

@@ -46,6 +46,9 @@ rollout/masked_ratio | ratio | samples without a single trainable token; they ke
 rollout/truncated_ratio | ratio | generated samples that a length limit cut off
 rollout/failed_ratio | ratio | generated samples that failed
 rollout/reward_<verdict> | ratio | generated samples whose grading ended without a judgement, by verdict
+rollout/reward/<part> | reward | mean of one entry of dict rewards over generated samples: a part of --rm-parts and `total`, or what the reward function named so
+rollout/remote_rm/{requests,retries,failed_samples,breaker_openings} | count | what was asked of the reward server since the last rollout, evaluation included: requests sent, further tries of a sample, samples given up, and how often its repeated failures made requests pause
+rollout/remote_rm/{latency_mean,latency_max} | s | from sending a request to the reward server to its answer, over requests that were answered
 rollout/response_len/<statistic> | tokens | response length over generated samples: `mean`, `median`, `min`, `max`
 rollout/prompt_len/<statistic> | tokens | prompt length over generated samples: `mean`, `median`, `min`, `max`
 rollout/correct_length/<statistic> | tokens | response length over the samples trained on with a reward of at least 1: `mean`, `median`, `min`, `max`
@@ -86,6 +89,7 @@ eval/<set>-stderr | reward | standard error of that mean over the set's prompts,
 eval/<set>-truncated_ratio | ratio | held-out responses that a length limit cut off
 eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as reward 0
 eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended without a judgement, by verdict
+eval/<set>-reward/<part> | reward | mean of one entry of dict rewards over the held-out set
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
 eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prompts`: those longer than --eval-max-prompt-len
@@ -127,7 +131,7 @@ TRAIN_PARTS = frozenset({"log_probs", "ref_log_probs", "actor_train"})
 
 
 # Placeholders filled with users' own words (names of sets, a filter's reasons), which may hold slashes.
-_FREE_TEXT = frozenset({"<set>", "<reason>", "<category>"})
+_FREE_TEXT = frozenset({"<set>", "<part>", "<reason>", "<category>"})
 
 
 @functools.cache

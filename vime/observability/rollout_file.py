@@ -21,11 +21,12 @@ _TYPED = frozenset(
 )
 
 
-def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
+def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group], reward_key: str | None = None) -> None:
     """Write the samples of a rollout, one row each. `read_rollout` and `pandas.read_parquet` read it.
 
     Columns: rollout_id, group_id, sample_id, trajectory_id; prompt, response, label (text, or JSON where the column
-    `json` of the row names it); reward (the number; null for a dict), rewards (the dict as JSON); status; supervised;
+    `json` of the row names it); reward (the number; of a dict the entry `reward_key`, null without
+    one), rewards (the dict as JSON); status; supervised;
     tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled; float32 if that holds them all
     exactly, else float64); weight_versions (version, start, end); routed_experts (dtype, shape, bytes); metadata,
     trace and any further field as JSON. Objects that JSON does not know are written as their repr, and come back as
@@ -33,7 +34,7 @@ def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
     """
     import pyarrow.parquet as pq
 
-    pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples]), path, compression="zstd")
+    pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples], reward_key), path, compression="zstd")
 
 
 def read_rollout(path: Path | str) -> list[Group]:
@@ -55,7 +56,7 @@ def read_rollout(path: Path | str) -> list[Group]:
     return [Group(group_id, list(members)) for group_id, members in groupby(samples, lambda s: s.group_id)]
 
 
-def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
+def _table(rollout_id: int, samples: Sequence[Sample], reward_key: str | None) -> Any:
     import pyarrow as pa
 
     span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
@@ -77,7 +78,7 @@ def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
                 for name in ("prompt", "response", "label")
             },
             "json": pa.array([names for _, names in texts], pa.list_(pa.string())),
-            "reward": column(pa.float64(), lambda s: None if isinstance(s.reward, dict) else s.reward),
+            "reward": column(pa.float64(), lambda s: _number(s.reward, reward_key)),
             "rewards": column(pa.string(), lambda s: _json(s.reward) if isinstance(s.reward, dict) else None),
             "status": column(pa.string(), lambda s: str(s.status)),
             "supervised": column(pa.bool_(), lambda s: s.supervised),
@@ -93,6 +94,10 @@ def _table(rollout_id: int, samples: Sequence[Sample]) -> Any:
             **{name: pa.array([_json(getattr(s, name)) for s in samples], pa.string()) for name in _plain_fields()},
         }
     )
+
+
+def _number(reward: float | dict[str, float] | None, key: str | None) -> float | None:
+    return reward if not isinstance(reward, dict) else None if key is None else reward.get(key)
 
 
 def _plain_fields() -> list[str]:

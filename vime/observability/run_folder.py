@@ -82,22 +82,22 @@ class RunFolder:
             temporary.write_text(json.dumps(versions(), indent=2) + "\n", "utf-8")
         return self.path / "versions.json"
 
-    def write_rollout(self, rollout_id: int, groups: Sequence[Group]) -> Path:
+    def write_rollout(self, rollout_id: int, groups: Sequence[Group], reward_key: str | None = None) -> Path:
         """Write the samples of a rollout as Parquet (rollout_file.py has the columns).
 
         Raises: OSError (a full disk); no partial file stays.
         """
-        return self._write_samples(self.rollout_path(rollout_id), rollout_id, groups)
+        return self._write_samples(self.rollout_path(rollout_id), rollout_id, groups, reward_key)
 
-    def write_evaluation(self, rollout_id: int, groups: Sequence[Group]) -> Path:
+    def write_evaluation(self, rollout_id: int, groups: Sequence[Group], reward_key: str | None = None) -> Path:
         """Write the held-out samples of an evaluation, as `write_rollout` does; metadata holds their eval_set."""
-        return self._write_samples(self.evaluation_path(rollout_id), rollout_id, groups)
+        return self._write_samples(self.evaluation_path(rollout_id), rollout_id, groups, reward_key)
 
     @staticmethod
-    def _write_samples(path: Path, rollout_id: int, groups: Sequence[Group]) -> Path:
+    def _write_samples(path: Path, rollout_id: int, groups: Sequence[Group], reward_key: str | None) -> Path:
         path.parent.mkdir(exist_ok=True)
         with whole(path) as temporary:
-            write_rollout(temporary, rollout_id, groups)
+            write_rollout(temporary, rollout_id, groups, reward_key)
         return path
 
 

@@ -13,7 +13,7 @@ from vime.data.records import RowKeys
 from vime.data.source import make_buffer, make_own_source
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
-from vime.rewards import REWARDS
+from vime.rewards import REWARD_NAMES
 
 _PROBE_PROMPTS = 4
 _PROBE_TEXTS = ("1 + 1 =", "The capital of France is", "def add(a, b):", "Once upon a time")
@@ -25,7 +25,7 @@ def check_data(config: Config) -> CheckedRows | None:
     Returns: the rows to train on; None where the run has no use for them.
     Raises: DataError, ConfigError.
     """
-    names = REWARDS if modes.generates(config) else None
+    names = REWARD_NAMES if modes.generates(config) else None
     rows = check_prompts(config, names) if modes.reads_prompts(config) else None
     if modes.generates(config):
         for held_out in eval_sets(config):

@@ -28,7 +28,7 @@ from vime.loop.checkpoint import Checkpoint
 from vime.loop.compatibility import settings_to_keep
 from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.keeper import CheckpointKeeper
-from vime.loop.recorder import Copies, Recorder
+from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.observability.progress import RunProgress
@@ -202,10 +202,12 @@ def _what_starts(layout: Layout) -> str:
 def _hook_context(plan: _Run, client: RouterClient | None, tokenizer: Any, stack: ExitStack) -> RolloutContext:
     """What users' functions get as `config`."""
     config = plan.config
-    pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s)
+    pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s, config.reward.rm_memory_limit_bytes)
     stack.callback(pool.close)
     endpoint: Engines = client if client is not None else NoEngines()
-    return RolloutContext(config, endpoint, tokenizer, make_reward_function(config.reward, pool))
+    reward = make_reward_function(config.reward, pool)
+    stack.callback(reward.close)
+    return RolloutContext(config, endpoint, tokenizer, reward)
 
 
 def _build_stages(
@@ -325,4 +327,5 @@ def _recorder(
         keep_rollouts=not config.log.no_save_rollouts,
         copies=Copies(modes.rollout_data_to_save(config), modes.train_data_to_save(config)),
         tracer=tracer,
+        reward_keys=RewardKeys(config.reward.reward_key, config.eval.eval_reward_key),
     )

@@ -10,45 +10,31 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vime.rewards.extract import last_boxed
 from vime.rewards.grade import CORRECT, UNPARSEABLE, WRONG, Grade
 from vime.rewards.numbers import canonical_number
 
-_BOX = "\\boxed"
-_THINK_END = "</think>"
 _MAX_SYMBOLIC_CHARS = 1000  # no answer worth comparing is longer, and parsing time grows with it
 # Spelling that never changes the meaning, removed or unified before strings are compared.
 _SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|[\s~]+")
 _FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
+# The first three also before symbols are compared.
+_SYNONYMS = (("°", "^\\circ"), ("\u2212", "-"), ("\\varnothing", "\\emptyset"), ("\\$", ""), ("{,}", ","))
 
 
 def quick_grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Grade | None:
     """The grade where string work decides it, None where symbols must be compared. Time is linear in the response."""
-    answer = last_boxed(response)
-    if answer is None or not answer.strip():
-        return UNPARSEABLE
-    got, want = _simplify_spelling(answer), _simplify_spelling(str(label))
-    if got == want:
-        return CORRECT
-    got_number, want_number = canonical_number(got), canonical_number(want)
-    if got_number is not None and want_number is not None:
-        return CORRECT if got_number == want_number else WRONG
-    return None if len(got) <= _MAX_SYMBOLIC_CHARS else WRONG
+    return quick_judge(last_boxed(response), label)
 
 
 def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Grade:
     """1 if the boxed answer equals the label, decided symbolically where spelling and numbers do not.
 
-    May need any amount of time and memory, so call it through a `GraderPool`. An answer that cannot be parsed as
-    mathematics is wrong unless it is spelled like the label; a response without a complete box is unparseable.
+    May need any amount of time and memory, so call it through a `GraderPool`. A label that is a list holds
+    alternatives, each of which is right. An answer that cannot be parsed as mathematics is wrong unless it is spelled
+    like the label; a response without a complete box is unparseable.
     """
-    decided = quick_grade(response, label, metadata)
-    if decided is not None:
-        return decided
-    from vime.rewards.symbolic import equal  # heavy: sympy
-
-    answer = last_boxed(response)
-    assert answer is not None  # quick_grade has looked
-    return CORRECT if equal(_trim(str(label)), _trim(answer)) else WRONG
+    return judge(last_boxed(response), label)
 
 
 def prepare() -> None:
@@ -58,44 +44,56 @@ def prepare() -> None:
     equal(r"\frac{1}{2}", "0.5")
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{…} after the last </think>; None if there is none or its brace never closes."""
-    start = text.rfind(_THINK_END)
-    end = len(text)
-    while (at := text.rfind(_BOX, max(start, 0), end)) >= 0:
-        brace = at + len(_BOX)
-        while brace < len(text) and text[brace].isspace():
-            brace += 1
-        if brace < len(text) and text[brace] == "{":
-            return _braced(text, brace)
-        end = at  # the bare word: look further up
-    return None
+def quick_judge(answer: str | None, label: Any) -> Grade | None:
+    """The grade of an extracted answer by spelling and plain numbers; None if those do not decide it."""
+    if answer is None or not answer.strip():
+        return UNPARSEABLE
+    decided = [_quick_equal(answer, wanted) for wanted in alternatives(label)]
+    if True in decided:
+        return CORRECT
+    return None if None in decided else WRONG
 
 
-def _braced(text: str, opening: int) -> str | None:
-    depth, i = 0, opening
-    while i < len(text):
-        char = text[i]
-        if char == "\\":
-            i += 1  # \{ and \} are characters, not groups
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[opening + 1 : i]
-        i += 1
-    return None
+def judge(answer: str | None, label: Any) -> Grade:
+    """The grade of an extracted answer; None is unparseable. May need any amount of time and memory."""
+    decided = quick_judge(answer, label)
+    if decided is not None:
+        return decided
+    from vime.rewards.symbolic import equal  # heavy: sympy
+
+    assert answer is not None  # quick_judge has looked
+    undecided = [wanted for wanted in alternatives(label) if _quick_equal(answer, wanted) is None]
+    return CORRECT if any(equal(_trim(wanted), _trim(answer)) for wanted in undecided) else WRONG
+
+
+def alternatives(label: Any) -> list[str]:
+    """The right answers that a label names: one, or each entry of a list."""
+    return [str(entry) for entry in label] if isinstance(label, list | tuple) else [str(label)]
+
+
+def _quick_equal(answer: str, wanted: str) -> bool | None:
+    got, want = _simplify_spelling(answer), _simplify_spelling(wanted)
+    if got == want:
+        return True
+    got_number, want_number = canonical_number(got), canonical_number(want)
+    if got_number is not None and want_number is not None:
+        return got_number == want_number
+    return None if len(got) <= _MAX_SYMBOLIC_CHARS else False
 
 
 def _trim(text: str) -> str:
-    """Without the decoration that belongs to the sentence, not the answer: dollar signs around it, a full stop."""
-    text = text.strip().strip("$").strip()
+    """Without the decoration that belongs to the sentence, not the answer: dollar signs, a full stop, a first "="."""
+    for plain, latex in _SYNONYMS[:3]:
+        text = text.replace(plain, latex)
+    text = text.strip().strip("$").strip().removesuffix("\\\\").removeprefix("=").strip()
     return text[:-1].rstrip() if text.endswith(".") else text
 
 
 def _simplify_spelling(text: str) -> str:
-    text = _SPACING.sub("", _trim(text).replace("\\$", "").replace("{,}", ","))
+    text = _trim(text)
+    for other, usual in _SYNONYMS:
+        text = text.replace(other, usual)
+    text = _SPACING.sub("", text)
     text = _FRACTION.sub(lambda _: "\\frac", text)
     inner = text.removeprefix("\\text{")
     return inner[:-1] if inner is not text and inner.endswith("}") and inner.count("{") == 0 else text

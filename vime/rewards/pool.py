@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import base64
+import functools
 import json
 import logging
 import math
-import os
+import pickle
 import queue
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from vime.errors import DataError, RewardError
-from vime.rewards import QUICK
-from vime.rewards.grade import CRASHED, TIMEOUT, VERDICTS, Grade
+from vime.rewards import REWARDS
+from vime.rewards.grade import CRASHED, TIMEOUT, VERDICTS, Grade, Verdict
+from vime.rewards.worker_process import WorkerFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # a worker imports sympy for the first time on a busy machine
-_MAX_ANSWER_BYTES = 1 << 16
-# A grader sees model output and may be led to run it, so the run's keys and tokens do not enter its environment.
-_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What became of a call in a worker: its value, or the error that it raised, or the verdict of its failure."""
+
+    value: Any = None
+    error: str | None = None
+    verdict: Verdict | None = None
 
 
 class GraderPool:
     """Grades responses in worker processes, one at a time each.
 
     Workers start when they are first needed and are replaced when they were killed. The pool belongs to no event
-    loop: `grade` may be awaited from one loop today and from another tomorrow. `close` it at the end.
+    loop: `grade` and `call` may be awaited from one loop today and from another tomorrow. `close` it at the end.
 
     Args:
         num_workers: processes at most.
@@ -51,12 +54,17 @@ class GraderPool:
         self._memory_limit_bytes = memory_limit_bytes
         # One thread per worker waits on its pipe. Last in, first out: few workers start when few are needed.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
-        self._places: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._places: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._places.put(None)
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self._workers: set[WorkerProcess] = set()
         self._closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds one response may take."""
+        return self._timeout_s
 
     async def grade(self, name: str, response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> Grade:
         """The grade of one response by the grader called `name` (of REWARDS, or a dotted path).
@@ -65,16 +73,39 @@ class GraderPool:
         Raises: RewardError if the grader cannot be loaded or the pool is closed; DataError if label or metadata
         cannot be sent as JSON.
         """
-        quick = QUICK.get(name)
-        if quick is not None and (decided := quick(response, label, metadata or {})) is not None:
-            return decided
+        known = REWARDS.get(name)
+        if known is not None and known.quick is not None:
+            decided = known.quick(response, label, metadata or {})
+            if decided is not None:
+                return decided
         request = {"grade": name, "response": response, "label": label, "metadata": dict(metadata or {})}
-        request["kill_after_s"] = 2 * self._timeout_s + 5
         try:
-            payload = json.dumps(request)
+            json.dumps(request)
         except (TypeError, ValueError) as error:
             raise DataError(f"label and metadata go to the {name} grader as JSON, which fails: {error}") from error
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._grade, name, payload)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._grade, name, {"load": name}, request
+        )
+
+    async def call(self, path: str, config: Any, argument: Any) -> CallResult:
+        """The value of the plain function at a dotted path, called in a worker with (context, argument).
+
+        Args:
+            path: of the function.
+            config: the run's settings, which the function finds as `context.config`; picklable.
+            argument: one sample or a list of them; the function gets a copy.
+        Raises: RewardError if the function cannot be loaded or the pool is closed; DataError if the argument cannot be
+            pickled.
+        """
+        try:
+            request = {"call": path, "argument": _pickled(argument)}
+        except Exception as error:  # pickling runs the code of whatever is inside
+            raise DataError(
+                f"samples are copied to the worker that runs {path}, which fails: {type(error).__name__}: {error}; "
+                "write it as `async def` to run it in the rollout's own process"
+            ) from error
+        load = functools.partial(_load_function, path, config)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, path, load, request)
 
     def close(self) -> None:
         """Kill all workers. Grades still being awaited raise RewardError."""
@@ -87,63 +118,88 @@ class GraderPool:
         for worker in workers:
             worker.release()
 
-    def _grade(self, name: str, payload: str) -> Grade:
-        worker = self._places.get()
-        try:
-            worker = self._ready(worker, name)
-            try:
-                answer = worker.ask(payload, self._timeout_s)
-                if not answer.get("fatal"):
-                    return self._read_grade(answer, name)
-                grade = CRASHED
-                logger.warning("grader %s raised %s; its worker is replaced", name, answer.get("error"))
-            except TimeoutError:
-                logger.warning("grader %s took more than %g s for a response and was killed", name, self._timeout_s)
-                grade = TIMEOUT
-            except _WorkerFailed as failure:
-                logger.warning("grader %s: %s; its worker is replaced", name, failure)
-                grade = CRASHED
-            self._check_open()
-            self._discard(worker)
-            worker = None
-            return grade
-        finally:
-            self._places.put(worker)
-
-    def _read_grade(self, answer: Mapping[str, Any], name: str) -> Grade:
+    def _grade(self, name: str, load: dict[str, Any], request: dict[str, Any]) -> Grade:
+        answer = self._ask(name, lambda: load, request, _check_grade)
+        if isinstance(answer, Grade):
+            return answer
         if "error" in answer:
             logger.warning("grader %s raised %s", name, answer["error"])
             return CRASHED
-        score, verdict = answer.get("score"), answer.get("verdict")
-        if not isinstance(score, (int, float)) or not math.isfinite(score) or verdict not in VERDICTS:
-            raise _WorkerFailed(f"it answered {str(answer)[:200]}")
-        return Grade(float(score), verdict)
+        return Grade(float(answer["score"]), answer["verdict"], answer["entries"])
 
-    def _ready(self, worker: _Worker | None, name: str) -> _Worker:
+    def _call(self, path: str, load: Callable[[], dict[str, Any]], request: dict[str, Any]) -> CallResult:
+        answer = self._ask(path, load, request, _check_value)
+        if isinstance(answer, Grade):
+            return CallResult(verdict=answer.verdict)
+        if "error" in answer:
+            return CallResult(error=str(answer["error"]))
+        return CallResult(value=answer["value"])
+
+    def _ask(
+        self,
+        name: str,
+        load: Callable[[], dict[str, Any]],
+        request: dict[str, Any],
+        check: Callable[[Mapping[str, Any]], bool],
+    ) -> dict[str, Any] | Grade:
+        """The worker's answer, or TIMEOUT or CRASHED where there is none; a worker that suffered is replaced."""
+        worker = self._places.get()
+        try:
+            worker = self._ready(worker, name, load)
+            request["kill_after_s"] = 2 * self._timeout_s + 5
+            failure = CRASHED
+            try:
+                answer = worker.ask(request, self._timeout_s)
+                if "error" not in answer and not check(answer):
+                    raise WorkerFailed(f"it answered {str(answer)[:200]}")
+                if answer.get("unfit"):
+                    logger.warning("grader %s: its worker is replaced: %s", name, answer["unfit"])
+                    self._discard(worker)
+                    worker = None
+                if not answer.get("fatal"):
+                    return answer
+                logger.warning("grader %s raised %s; its worker is replaced", name, answer.get("error"))
+            except TimeoutError:
+                logger.warning("grader %s took more than %g s for a response and was killed", name, self._timeout_s)
+                failure = TIMEOUT
+            except WorkerFailed as error:
+                logger.warning("grader %s: %s; its worker is replaced", name, error)
+            self._check_open()
+            if worker is not None:
+                self._discard(worker)
+                worker = None
+            return failure
+        finally:
+            self._places.put(worker)
+
+    def _ready(self, worker: WorkerProcess | None, name: str, load: Callable[[], dict[str, Any]]) -> WorkerProcess:
         """A live worker that has `name` loaded. Raises: RewardError."""
         self._check_open()
-        if worker is not None and not worker.is_alive():  # killed from outside while it was idle
+        if worker is not None and not worker.is_fit():  # killed from outside, or disturbed by what a grader left behind
             self._discard(worker)
             worker = None
         if worker is None:
-            worker = _Worker(self._memory_limit_bytes)
+            worker = WorkerProcess(self._memory_limit_bytes)
             with self._lock:
                 self._workers.add(worker)
             self._check_open()
         if name not in worker.loaded:
             try:
-                answer = worker.ask(json.dumps({"load": name}), _START_S)
-            except (TimeoutError, _WorkerFailed) as error:
+                answer = worker.ask(load(), _START_S)
+            except (TimeoutError, WorkerFailed) as error:
                 words = worker.last_words()
                 self._discard(worker)
                 self._check_open()
-                raise RewardError(f"the process for grader {name!r} does not start: {error!r}\n{words}") from error
+                raise RewardError(
+                    f"the process for grader {name!r} does not start: {error!r}; it may have "
+                    f"{self._memory_limit_bytes} bytes of address space (--rm-memory-limit-bytes)\n{words}"
+                ) from error
             if "error" in answer:
                 raise RewardError(f"grader {name!r} cannot be loaded: {answer['error']}")
             worker.loaded.add(name)
         return worker
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: WorkerProcess) -> None:
         worker.kill()
         worker.release()
         with self._lock:
@@ -158,100 +214,22 @@ class GraderPool:
             raise RewardError("the grader pool is closed")
 
 
-class _WorkerFailed(Exception):
-    """The worker died or answered something that is no answer."""
+def _pickled(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
-class _Worker:
-    """One grader process with its pipes; used by one thread at a time."""
+def _load_function(path: str, config: Any) -> dict[str, Any]:
+    return {"load": path, "config": _pickled(config)}
 
-    def __init__(self, memory_limit_bytes: int) -> None:
-        environment = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path) or "."
-        environment["OMP_NUM_THREADS"] = "1"
-        self._stderr = tempfile.TemporaryFile()
-        # Its own session, so that whatever a grader starts dies with it. The worker is not forked from this process,
-        # which may hold a CUDA context and gigabytes, but started afresh.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vime.rewards.worker", str(memory_limit_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-            start_new_session=True,
-            bufsize=0,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._stdin, False)
-        os.set_blocking(self._stdout, False)
-        self._kill_lock = threading.Lock()
-        self._is_killed = False
-        self.loaded: set[str] = set()
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+def _check_grade(answer: Mapping[str, Any]) -> bool:
+    score, entries = answer.get("score"), answer.get("entries")
+    return _is_number(score) and answer.get("verdict") in VERDICTS and isinstance(entries, dict)
 
-    def ask(self, payload: str, timeout_s: float) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises: TimeoutError, _WorkerFailed."""
-        deadline = time.monotonic() + timeout_s
-        pending = memoryview(payload.encode() + b"\n")
-        received = bytearray()
-        try:
-            while pending:
-                self._wait(self._stdin, select.POLLOUT, deadline)
-                pending = pending[os.write(self._stdin, pending) :]
-            while not received.endswith(b"\n"):
-                self._wait(self._stdout, select.POLLIN, deadline)
-                part = os.read(self._stdout, _MAX_ANSWER_BYTES)
-                received += part
-                if not part:
-                    raise _WorkerFailed(f"its process ended{self._exit_words()}")
-                if len(received) > _MAX_ANSWER_BYTES:
-                    raise _WorkerFailed("it answered without end")
-            answer = json.loads(received)
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise _WorkerFailed(f"its process ended{self._exit_words()} ({error.strerror})") from error
-        except ValueError as error:
-            raise _WorkerFailed(f"it answered {bytes(received[:200])!r}") from error
-        if not isinstance(answer, dict):
-            raise _WorkerFailed(f"it answered {answer!r}")
-        return answer
 
-    def last_words(self) -> str:
-        """The end of what the process wrote to its error output."""
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, size - 2000))
-        return self._stderr.read().decode(errors="replace").strip()
+def _check_value(answer: Mapping[str, Any]) -> bool:
+    return "value" in answer
 
-    def kill(self) -> None:
-        """End the process and everything it started; harmless when repeated, and from any thread."""
-        with self._kill_lock:
-            if not self._is_killed:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            self._is_killed = True
 
-    def release(self) -> None:
-        """Close the pipes of a killed worker that no thread reads any more."""
-        for file in (self._process.stdin, self._process.stdout, self._stderr):
-            if file is not None:
-                file.close()
-
-    @staticmethod
-    def _wait(fd: int, event: int, deadline: float) -> None:
-        poll = select.poll()  # not select(): descriptors above 1023 are usual in a server
-        poll.register(fd, event)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or not poll.poll(remaining * 1000):
-            raise TimeoutError
-
-    def _exit_words(self) -> str:
-        try:
-            code = self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" by signal {-code}" if code < 0 else f" with exit code {code}"
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -16,7 +16,7 @@ from vime.rewards.score import scalar_reward
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.generate import request_seed
 from vime.rollout.runner import GroupRunner, Outcome
-from vime.rollout.stats import length_metrics, verdict_ratios
+from vime.rollout.stats import length_metrics, reward_entries, verdict_ratios
 from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
 
 SET_KEY = "eval_set"
@@ -133,6 +133,7 @@ def set_metrics(name: str, groups: Sequence[Group], reward_key: str | None) -> M
         metrics[f"{prefix}-stderr"] = float(prompt_means.std(ddof=1)) / math.sqrt(len(groups))
     metrics |= length_metrics(f"{prefix}-response_len", [s.response_length for s in samples])
     metrics |= verdict_ratios(f"{prefix}-reward_", samples)
+    metrics |= reward_entries(f"{prefix}-reward/", samples)
     n = min(map(len, rewards))
     k = 1
     while n > 1 and k <= n:

@@ -187,6 +187,8 @@ class GroupRunner:
             self._functions.of(group.samples[0]) is not None
             or bool(self._sample_hooks)
             or self._context.config.reward.custom_rm_path is not None
+            or bool(self._context.config.reward.rm_parts)
+            or any("custom_rm_path" in sample.metadata for sample in group.samples)
         )
 
     async def _run(self, group: Group, started: _Started) -> Outcome:

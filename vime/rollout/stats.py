@@ -27,6 +27,7 @@ class RolloutStats:
         self._rewards: list[float] = []
         self._statuses: Counter[SampleStatus] = Counter()
         self._verdicts: Counter[str] = Counter()
+        self._entries: dict[str, list[float]] = {}
         self._counts: Counter[str] = Counter()
         self._begun: dict[int, int] = {}  # tokens that a group brought from earlier rollouts
 
@@ -41,6 +42,7 @@ class RolloutStats:
             self._verdicts[sample.metadata.get(VERDICT_KEY, "")] += 1
         if any(sample.status is SampleStatus.FAILED for sample in samples):
             return
+        _add_entries(self._entries, samples)
         rewards = [scalar_reward(sample.reward, self._reward_key) for sample in samples]
         self._rewards += rewards
         if max(rewards) == min(rewards):
@@ -80,6 +82,7 @@ class RolloutStats:
         metrics |= {f"rollout/reward_{v}": self._verdicts[v] / total for v in _REPORTED_VERDICTS}
         if self._rewards:
             metrics["rollout/generated_reward"] = float(np.mean(self._rewards))
+        metrics |= {f"rollout/reward/{name}": float(np.mean(values)) for name, values in self._entries.items()}
         return metrics
 
 
@@ -87,6 +90,19 @@ def verdict_ratios(prefix: str, samples: Sequence[Sample]) -> Metrics:
     """Shares of samples whose grading ended without a judgement, by verdict, under prefix + verdict."""
     counts = Counter(sample.metadata.get(VERDICT_KEY, "") for sample in samples)
     return {f"{prefix}{v}": counts[v] / max(len(samples), 1) for v in _REPORTED_VERDICTS}
+
+
+def reward_entries(prefix: str, samples: Sequence[Sample]) -> Metrics:
+    """Means of the entries of dict rewards, under prefix + entry, over the samples that have them."""
+    entries: dict[str, list[float]] = {}
+    _add_entries(entries, samples)
+    return {f"{prefix}{name}": float(np.mean(values)) for name, values in entries.items()}
+
+
+def _add_entries(entries: dict[str, list[float]], samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        for name, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
+            entries.setdefault(name, []).append(value)
 
 
 def length_metrics(name: str, lengths: Sequence[float]) -> Metrics:

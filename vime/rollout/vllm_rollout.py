@@ -16,7 +16,7 @@ from vime.data.source import take_groups
 from vime.errors import EngineError, VimeError
 from vime.observability.trace import add_span
 from vime.protocols import DataSource, Engines, RolloutContext
-from vime.rewards.score import scalar_reward
+from vime.rewards.score import scalar_reward, take_reward_metrics
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.evaluate import evaluate
 from vime.rollout.filters import FilterOutput
@@ -180,7 +180,7 @@ class _Kept:
         _let_filter_samples(self._context, groups)
         _let_see_all(self._context, self._ended, source)
         self.stats.keep(groups)
-        metrics = self.stats.metrics()
+        metrics = self.stats.metrics() | take_reward_metrics(self._context)
         rewards = [scalar_reward(sample.reward, self._reward_key) for group in groups for sample in group.samples]
         metrics["rollout/raw_reward"] = sum(rewards) / len(rewards)
         return RolloutResult(groups, metrics)
