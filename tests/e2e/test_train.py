@@ -47,7 +47,7 @@ def test_every_step_says_how_busy_engines_and_trainer_were(finished: tuple[Path,
         assert row["perf/actor_train_tflops"] > 0 and row["perf/actor_train_tok_per_s"] > 0
         assert row["memory/driver_rss_bytes"] > 1e8 < row["memory/trainer_rss_bytes"]
         assert row["staleness/max"] == 0
-        times = row["perf/step_time"] - row.get("perf/eval_time", 0.0) - row.get("perf/save_model_time", 0.0)
+        times = row["perf/step_time"] - sum(row.get(f"perf/{s}_time", 0.0) for s in ("eval", "save_model", "save_hf"))
         assert row["perf/step_time_without_eval_and_save"] == pytest.approx(times)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from vime.observability.metrics import TRAIN_PARTS
 from vime.types import Metrics
 
-_OCCASIONAL = ("perf/save_model_time", "perf/eval_time")  # stages that only some steps have
+_OCCASIONAL = ("perf/save_model_time", "perf/save_hf_time", "perf/eval_time")  # stages that only some steps have
 
 
 def derived_metrics(metrics: Mapping[str, float]) -> Metrics:

@@ -94,7 +94,7 @@ eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean
 eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prompts`: those longer than --eval-max-prompt-len
 perf/step_time | s | wall time of the step, from the end of the one before it: the sum of its stages and perf/other_time. A step that evaluates or saves holds that, too
-perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time and perf/save_model_time: what compares from step to step, and what the shares below are of
+perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time, perf/save_model_time and perf/save_hf_time: what compares from step to step, and what the shares below are of
 perf/wait_time_ratio | ratio | share of that in which the trainer was not asked to train: rollout, weight sync, batch, logging. 0.5 says only that they take as long as training
 perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs and actor_train
 perf/engine_busy_ratio | ratio | share of it in which at least one request of the rollout was under way at any engine
