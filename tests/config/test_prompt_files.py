@@ -74,3 +74,6 @@ def test_the_first_look_finds_what_is_wrong_with_each_file(tmp_path: Path) -> No
     assert found[4].startswith("--x /latin.jsonl, line 2: not UTF-8 at byte 11")
     assert found[5].startswith("--x /pretty.jsonl, line 1: not JSON") and "one whole object" in found[5]
     assert len(found) == 6
+    assert list(check_prompt_files("--x", f"{tmp_path / 'latin.jsonl'}@[:1]", ["input"])) == [], (
+        "a slice may leave it out"
+    )

@@ -68,22 +68,25 @@ def parse_prompt_files(word: str) -> PromptFiles:
 def check_prompt_files(flag: str, word: str, keys: Sequence[str]) -> Iterator[str]:
     """What is wrong with the first rows of what a word names, one sentence for each file.
 
-    Cheap: of a JSONL file the first 64 lines are parsed, of a Parquet file only the schema is read.
+    Cheap: of a JSONL file the first 64 lines are parsed (none of a slice, which may leave them out), of a Parquet file
+    only the schema is read.
 
     Args: flag: what the sentences begin with. keys: that every row must have.
     """
     try:
-        files = parse_prompt_files(word).files()
+        named = parse_prompt_files(word)
+        files = named.files()
     except ConfigError as error:
         yield from (f"{flag} {problem}" for problem in error.problems)
         return
     for path in files:
-        problem = _parquet_problem(path, keys) if is_parquet(path) else _jsonl_problem(path, keys)
+        lines = _LINES_READ if (named.start, named.stop) == (None, None) else 0
+        problem = _parquet_problem(path, keys) if is_parquet(path) else _jsonl_problem(path, keys, lines)
         if problem is not None:
             yield f"{flag} {path}{problem}"
 
 
-def _jsonl_problem(path: Path, keys: Sequence[str]) -> str | None:
+def _jsonl_problem(path: Path, keys: Sequence[str], num_lines: int) -> str | None:
     seen = 0
     try:
         with path.open("rb") as file:
@@ -95,11 +98,13 @@ def _jsonl_problem(path: Path, keys: Sequence[str]) -> str | None:
                 if not seen and (whole := json_array_problem(line)):
                     return f" {whole}"
                 seen += 1
+                if not num_lines:
+                    break
                 if len(line) == _BYTES_READ and not line.endswith(b"\n"):
                     break  # longer than is read here
                 if problem := _line_problem(line, keys):
                     return f", line {number}: {problem}"
-                if seen == _LINES_READ:
+                if seen == num_lines:
                     break
     except OSError as error:
         return f" cannot be read: {error.strerror or error}"
