@@ -17,6 +17,8 @@ from vime.types import Group, Metrics, PolicyVersion, RolloutResult, Sample, Tra
 from vime.wire import BucketMessage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vime.config import Config
 
 
@@ -208,6 +210,44 @@ class RolloutContext:
     """A transformers tokenizer: encode for prompts, decode for rewards; never to re-tokenise a response."""
     reward: RewardFunction = field(repr=False)
     """Scores a sample as the run is configured; never raises for a bad response."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerContext:
+    """What users' functions inside the trainer receive as `config`: they run on every rank, far from the engines."""
+
+    config: Config
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a custom loss function sees of a micro-batch: the P tokens under mask 1 that this rank has, [P] each."""
+
+    log_probs: Tensor
+    """Under the current policy, at the sampling temperature; the gradient flows through them."""
+    entropy: Tensor
+    """Of the current policy's distribution; differentiable."""
+    old_log_probs: Tensor
+    """Before the first step on this rollout."""
+    rollout_log_probs: Tensor
+    """As the engine sampled them."""
+    ref_log_probs: Tensor | None
+    """Under the reference model, where the run has one."""
+    advantages: Tensor
+    weights: Tensor
+    """What makes a plain sum the mean over trajectories of their token means, over the constant global batch."""
+    tokens: Tensor
+    """The token ids, int64."""
+    samples: Tensor
+    """The index in the batch of each token's sample, int64."""
+    extra: Mapping[str, Tensor]
+    """Further columns of the batch, those with an entry per sample spread over its tokens."""
+
+    def sum_of_sample_mean(self, values: Tensor) -> Tensor:
+        """The reduction of the default loss: [P] -> a scalar, this micro-batch's summand."""
+        return (self.weights * values).sum()
 
 
 RolloutFunction: TypeAlias = Callable[..., RolloutResult]

@@ -113,6 +113,9 @@ class RolloutConfig:
     custom_convert_samples_to_train_data_path: str | None = setting(
         None, "dotted path of a function (config, samples) -> columns of the training batch by name"
     )
+    rollout_data_postprocess_path: str | None = setting(
+        None, "dotted path of a function (config, rollout_id, batch) that may change the batch before it is trained on"
+    )
     custom_rollout_log_function_path: str | None = setting(
         None, "dotted path of a function (config, rollout_id, groups, metrics, seconds); True: no other rollout metrics"
     )
@@ -190,10 +193,16 @@ class EvalConfig:
 class AlgoConfig:
     """The algorithm. docs/algorithms gives each default's reason."""
 
-    loss_type: str = setting("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss"))
+    loss_type: str = setting("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
     advantage_estimator: str = setting("grpo", "how rewards become advantages", choices=("grpo",))
     disable_grpo_std_normalization: bool = setting(False, "centre rewards but do not divide by the group's std")
     disable_rewards_normalization: bool = setting(False, "use raw rewards as advantages")
+    custom_loss_function_path: str | None = setting(
+        None, "dotted path of a function (config, inputs, sum_of_sample_mean) -> (loss, metrics), for custom_loss"
+    )
+    custom_advantage_function_path: str | None = setting(
+        None, "dotted path of a function (config, batch) -> an advantage for each sample, or for each token"
+    )
     custom_pg_loss_reducer_function_path: str | None = setting(
         None, "dotted path of a function that weights each token's policy loss (docs/customization.md)"
     )
@@ -223,6 +232,18 @@ class TrainConfig:
     lr_decay_iters: int | None = setting(None, "optimizer steps of the schedule; default: all of the run")
     lr_warmup_iters: int = setting(0, "optimizer steps of linear warm-up")
     lr_warmup_init: float = setting(0.0, "learning rate the warm-up starts from")
+    custom_model_provider_path: str | None = setting(
+        None, "dotted path of a function (config, pre_process, post_process, build) -> model, for Megatron"
+    )
+    custom_megatron_init_path: str | None = setting(
+        None, "dotted path of a function (config), called on every rank before the model is built"
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = setting(
+        None, "dotted path of a function (config, model, store_prefix), called before log-probs are computed"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = setting(
+        None, "dotted path of a function (config, rollout_id, step_id, model, optimizer, scheduler)"
+    )
     stop_metric: str | None = setting(None, "end training early by this metric, such as train/loss")
     stop_below: float | None = setting(None, "end when its mean over --stop-window rollouts is at most this")
     stop_above: float | None = setting(None, "end when its mean over --stop-window rollouts is at least this")
@@ -244,6 +265,9 @@ class SyncConfig:
     update_weight_disk_dir: str | None = setting(None, "folder of the disk transport; default: inside the run folder")
     update_weight_timeout_s: float = setting(
         300.0, "seconds that engines may take to come to a gloo sync, and that one of its buckets may travel"
+    )
+    custom_update_weight_post_write_path: str | None = setting(
+        None, "dotted path of a function (config, path, version), called with each file of the disk transport"
     )
     weight_probe_interval: int = setting(
         50,

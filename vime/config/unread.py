@@ -182,6 +182,9 @@ _RULES: tuple[Rule, ...] = (
             "rollout.rollout_sample_hook_path",
             "reward.custom_reward_post_process_path",
             "algo.custom_pg_loss_reducer_function_path",
+            "algo.custom_advantage_function_path",
+            "algo.custom_loss_function_path",
+            "rollout.rollout_data_postprocess_path",
             "rollout.rollout_sample_filter_path",
             "rollout.rollout_all_samples_process_path",
             "rollout.over_sampling_batch_size",
@@ -196,6 +199,35 @@ _RULES: tuple[Rule, ...] = (
         ),
         _is_sft,
         "--loss-type sft_loss has no policy loss and samples nothing",
+    ),
+    (
+        (
+            "algo.eps_clip",
+            "algo.eps_clip_high",
+            "algo.eps_clip_c",
+            "algo.custom_pg_loss_reducer_function_path",
+        ),
+        lambda c: c.algo.loss_type == "custom_loss",
+        "--loss-type custom_loss has a loss of its own",
+    ),
+    (
+        ("algo.custom_loss_function_path",),
+        lambda c: c.algo.loss_type == "policy_loss",
+        "add --loss-type custom_loss",
+    ),
+    (
+        ("sync.custom_update_weight_post_write_path",),
+        lambda c: c.sync.update_weight_transport != "disk",
+        "add --update-weight-transport disk",
+    ),
+    (
+        (
+            "algo.disable_grpo_std_normalization",
+            "algo.disable_rewards_normalization",
+            "reward.custom_reward_post_process_path",
+        ),
+        lambda c: c.algo.custom_advantage_function_path is not None,
+        "--custom-advantage-function-path makes the advantages",
     ),
     (
         ("algo.disable_grpo_std_normalization", "algo.disable_rewards_normalization"),

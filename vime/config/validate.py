@@ -315,6 +315,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         and algo.advantage_estimator == "grpo"
         and not algo.disable_rewards_normalization
         and config.reward.custom_reward_post_process_path is None
+        and algo.custom_advantage_function_path is None
     ):
         yield (
             "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "

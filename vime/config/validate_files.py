@@ -48,7 +48,9 @@ def check_paths(config: Config) -> Iterator[str]:
 
 def check_hooks(config: Config) -> Iterator[str]:
     """Every dotted path: importable, callable, with the parameters it will be called with."""
-    return hook_table.problems(config)
+    yield from hook_table.problems(config)
+    if config.algo.loss_type == "custom_loss" and config.algo.custom_loss_function_path is None:
+        yield "--loss-type custom_loss needs the loss: --custom-loss-function-path package.module.function"
 
 
 def _blocking_file(path: Path) -> Path | None:

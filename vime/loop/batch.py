@@ -49,9 +49,9 @@ def make_train_batch(
     samples = [s for g in groups for s in g.samples]
     if not samples:
         raise DataError(f"rollout {rollout_id} holds no samples; the rollout function returned {len(groups)} groups")
-    if algo.loss_type not in ("policy_loss", "sft_loss"):
-        raise ConfigError(f"--loss-type is {algo.loss_type!r}; known are policy_loss and sft_loss")
-    is_policy = algo.loss_type == "policy_loss"
+    if algo.loss_type not in ("policy_loss", "sft_loss", "custom_loss"):
+        raise ConfigError(f"--loss-type is {algo.loss_type!r}; known are policy_loss, sft_loss and custom_loss")
+    is_policy = algo.loss_type != "sft_loss"
     for s in samples:
         _check_sample(s, is_policy)
 

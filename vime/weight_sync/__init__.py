@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +36,27 @@ def make_writer(route: Route, config: Config) -> BucketWriter:
     if route.transport == "disk":
         from vime.weight_sync import disk
 
-        return disk.Writer(Path(config.sync.update_weight_disk_dir or Path(config.log.run_dir) / "weight_sync"))
+        folder = Path(config.sync.update_weight_disk_dir or Path(config.log.run_dir) / "weight_sync")
+        return disk.Writer(folder, after_write=_after_write(config))
     if route.transport == "gloo":
         from vime.weight_sync import gloo
 
         return gloo.Writer(route.host, route.num_readers, config.sync.update_weight_timeout_s)
     raise ValueError(f"--update-weight-transport is {route.transport!r}; there are shm, disk and gloo")
+
+
+def _after_write(config: Config) -> Callable[[Path, int], None] | None:
+    """--custom-update-weight-post-write-path, with its context."""
+    from vime.config import hook_table
+    from vime.protocols import TrainerContext
+
+    function = hook_table.load(config, "sync.custom_update_weight_post_write_path")
+    if function is None:
+        return None
+    context = TrainerContext(config, rank=0, world_size=1)
+
+    def after_write(path: Path, version: int) -> None:
+        if (result := function(context, path, version)) is not None:
+            raise function.refuse(result, "None")
+
+    return after_write

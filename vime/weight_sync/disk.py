@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,13 @@ _SUFFIX = ".vime-bucket"
 class Writer:
     """The trainer's end.
 
-    Args: folder: made if needed; for engines on other nodes it must be on a file system that they share.
+    Args:
+        folder: made if needed; for engines on other nodes it must be on a file system that they share.
+        after_write: called with each finished file and its version, before the engines are told of it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after_write: Callable[[Path, int], None] | None = None) -> None:
+        self._after_write = after_write
         self._folder = folder.resolve()
         self._current: Path | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +56,8 @@ class Writer:
             partial.unlink(missing_ok=True)
             raise WeightSyncError(f"cannot write a bucket of {num_bytes} bytes to {self._folder}: {error}") from error
         self._current = path
+        if self._after_write is not None:
+            self._after_write(path, version)
         return BucketMessage(version, index, specs, num_bytes, {"path": str(path)})
 
     def call_off(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,17 @@ class Policy:
 
 
 def build_module(
-    model: ModelSettings, settings: MegatronSettings, *, chunk_size: int
+    model: ModelSettings,
+    settings: MegatronSettings,
+    *,
+    chunk_size: int,
+    provider: Callable[[Callable[[], PolicyModel]], PolicyModel] = lambda build: build(),
 ) -> tuple[PolicyModel, torch.nn.Module]:
-    """A model with fresh weights on the current device: itself, and its wrapper for the dtype it computes in."""
-    module = PolicyModel(model, settings, chunk_size=chunk_size).cuda()
+    """A model with fresh weights on the current device: itself, and its wrapper for the dtype it computes in.
+
+    Args: provider: makes the model, given a function that makes the usual one.
+    """
+    module = provider(lambda: PolicyModel(model, settings, chunk_size=chunk_size)).cuda()
     return module, (Float16Module(settings.transformer, module) if settings.transformer.bf16 else module)
 
 

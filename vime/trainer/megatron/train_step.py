@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,15 @@ from vime.algo.kl import kl_estimate
 from vime.algo.policy_loss import ppo_clip_loss
 from vime.config import AlgoConfig
 from vime.errors import TrainingError
+from vime.protocols import LossInputs
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.packing import MicroBatch
+from vime.trainer.megatron.user_hooks import sum_own_metrics
 from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
 
+OwnLoss: TypeAlias = Callable[[LossInputs], tuple[Tensor, Mapping[str, float]]]
 SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
 """What is summed over a step's tokens, each weighted with loss_weights like the loss itself."""
 
@@ -55,6 +58,8 @@ class StepResult:
     """[wanted tokens whose log-probs this rank computed] float32, from before the update, on the device."""
     wanted: npt.NDArray[np.int64]
     """Their positions in the batch."""
+    own: Mapping[str, float]
+    """Sums that a custom loss function reported, by its names."""
 
 
 def train_step(
@@ -66,12 +71,14 @@ def train_step(
     algo: AlgoConfig,
     *,
     where: str,
+    own_loss: OwnLoss | None = None,
 ) -> StepResult:
     """Forward, backward, clip, update.
 
     Args:
         micro_batches: this rank's, made as they are asked for.
         where: rollout and step, for errors.
+        own_loss: in the place of the policy loss.
     Raises: TrainingError if a loss or a gradient is not finite; the weights are then unchanged.
     """
     policy.ddp.zero_grad_buffer()
@@ -83,7 +90,7 @@ def train_step(
         output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
 
         def loss(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            result = _micro_loss(out[0], out[1], micro, batch, columns, algo)
+            result = _micro_loss(out[0], out[1], micro, batch, columns, algo, own_loss)
             results.append(result)
             return result.loss, ZERO_TOKENS, {}
 
@@ -92,6 +99,7 @@ def train_step(
     run_schedule(forward, micro_batches, policy.ddp, num_micro_batches, forward_only=False)
     device = torch.device(torch.cuda.current_device())
     sums = _reduce(policy, sum((r.sums for r in results), torch.zeros(len(SUMS), device=device)), where)
+    own = {} if own_loss is None else sum_own_metrics(_added([r.own for r in results]), parallel.counts())
     finalize_model_grads([policy.ddp])  # sums over data- and context-parallel ranks; no divisor, see Settings
     grad_norm = _update(policy, where)
     learning_rate = float(policy.optimizer.param_groups[0]["lr"])
@@ -100,6 +108,7 @@ def train_step(
         sums=sums,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
+        own=own,
         log_probs=torch.cat([r.log_probs for r in results]) if results else torch.empty(0),
         wanted=np.concatenate([r.wanted for r in results]) if results else np.empty(0, dtype=np.int64),
     )
@@ -111,21 +120,33 @@ class _MicroResult:
     sums: Tensor
     log_probs: Tensor
     wanted: npt.NDArray[np.int64]
+    own: Mapping[str, float]
 
 
 def _micro_loss(
-    log_probs: Tensor, entropy: Tensor, micro: MicroBatch, batch: TrainBatch, columns: Columns, algo: AlgoConfig
+    log_probs: Tensor,
+    entropy: Tensor,
+    micro: MicroBatch,
+    batch: TrainBatch,
+    columns: Columns,
+    algo: AlgoConfig,
+    own_loss: OwnLoss | None,
 ) -> _MicroResult:
     """The loss of one micro-batch, differentiable, and the sums to log; nothing waits for the device."""
     detached = log_probs.detach()
 
-    def column(values: npt.NDArray[np.float32], index: npt.NDArray[np.int64]) -> Tensor:
+    def column(values: npt.NDArray[Any], index: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[index]).to(log_probs.device, non_blocking=True)
 
     weights = column(batch.loss_weights, micro.wanted)
     zero = detached.new_zeros(())
     clip_fraction = log_ratio = kl = zero
-    if algo.loss_type == "sft_loss":
+    own: Mapping[str, float] = {}
+    if own_loss is not None:
+        inputs = _loss_inputs(log_probs, entropy, micro, batch, columns, column)
+        main, own = own_loss(inputs)
+        log_ratio = (weights * (inputs.old_log_probs - detached)).sum()
+    elif algo.loss_type == "sft_loss":
         main = -(weights * log_probs).sum()
     else:
         old = detached if columns.old_log_probs is None else column(columns.old_log_probs, micro.wanted)
@@ -150,7 +171,41 @@ def _micro_loss(
     if algo.entropy_coef:
         loss = loss - algo.entropy_coef * entropy_sum
     sums = torch.stack([x.detach() for x in (loss, main, clip_fraction, log_ratio, kl, entropy_sum)])
-    return _MicroResult(loss, sums, detached, micro.wanted)
+    return _MicroResult(loss, sums, detached, micro.wanted, own)
+
+
+def _loss_inputs(
+    log_probs: Tensor,
+    entropy: Tensor,
+    micro: MicroBatch,
+    batch: TrainBatch,
+    columns: Columns,
+    column: Callable[[npt.NDArray[Any], npt.NDArray[np.int64]], Tensor],
+) -> LossInputs:
+    """What a custom loss function sees of a micro-batch."""
+    advantages = batch.extra.get(TOKEN_ADVANTAGES)
+    old, ref = columns.old_log_probs, columns.ref_log_probs
+    num_tokens = len(batch.tokens)
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        old_log_probs=log_probs.detach() if old is None else column(old, micro.wanted),
+        rollout_log_probs=column(batch.rollout_log_probs, micro.wanted),
+        ref_log_probs=None if ref is None else column(ref, micro.wanted),
+        advantages=column(batch.advantages, micro.samples) if advantages is None else column(advantages, micro.wanted),
+        weights=column(batch.loss_weights, micro.wanted),
+        tokens=column(batch.tokens, micro.wanted).long(),
+        samples=torch.from_numpy(micro.samples).to(log_probs.device),
+        extra={
+            name: column(values, micro.wanted if len(values) == num_tokens else micro.samples)
+            for name, values in batch.extra.items()
+        },
+    )
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each name over micro-batches."""
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
 
 
 def _reduce(policy: Policy, sums: Tensor, where: str) -> dict[str, float]:

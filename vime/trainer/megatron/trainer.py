@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 from vime.algo.mismatch import log_prob_abs_diff, trajectory_mean
 from vime.config import Config
 from vime.data.packing import plan_steps
-from vime.errors import ConfigError, TrainingError
-from vime.models import family_of
+from vime.errors import TrainingError
+from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import BucketWriter
@@ -40,6 +41,8 @@ from vime.trainer.megatron import (
     speed,
     train_step,
 )
+from vime.trainer.megatron.reference import build_reference
+from vime.trainer.megatron.user_hooks import TrainerHooks
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage, make_buckets
 
@@ -100,6 +103,8 @@ class MegatronTrainer:
         )
         self._peak_tflops = platform.peak_tflops(str(self._settings.dtype).removeprefix("torch."))
         try:
+            self._hooks = TrainerHooks.load(config, rank=rank, world_size=world_size)
+            self._hooks.start()
             self._build(total_steps)
         except BaseException:
             parallel.stop()
@@ -109,13 +114,18 @@ class MegatronTrainer:
     def _build(self, total_steps: int) -> None:
         train = self._config.train
         device = torch.device(torch.cuda.current_device())
-        module, wrapped = model.build_module(self._model, self._settings, chunk_size=train.log_probs_chunk_size)
+        module, wrapped = self._new_module(self._model)
         hf_io.load_hf(module, self._source, self._names, self._model)
         self._homes = shards.homes(module, self._names, self._model)
-        module.entropy_grad = self._config.algo.entropy_coef != 0
+        module.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
         self._policy = model.build_policy(module, wrapped, self._settings, train, total_steps=total_steps)
         self._forward: torch.nn.Module = wrapped
-        self._reference = self._build_reference() if self._config.algo.use_kl_loss else None
+        self._reference: torch.nn.Module | None = None
+        if self._config.algo.use_kl_loss:
+            folder = Path(self._config.checkpoint.ref_load or self._source)
+            self._reference = build_reference(
+                folder, self._model, self._names, self._new_module, policy_folder=self._source
+            )
         self._offloader = offload.Offloader()
         self._layout = packing.Layout(
             inv_freq=model.inverse_frequencies(self._model, device),
@@ -128,23 +138,12 @@ class MegatronTrainer:
             ),
         )
 
-    def _build_reference(self) -> torch.nn.Module:
-        folder = Path(self._config.checkpoint.ref_load or self._source)
-        settings = family_of(hf := hf_io.read_config(folder)).settings(hf)
-        if settings.vocab_size != self._model.vocab_size:
-            raise ConfigError(
-                f"--ref-load {folder} has a vocabulary of {settings.vocab_size}, the policy of {self._model.vocab_size}"
-            )
-        if (settings.transformer, settings.tie_word_embeddings) != (
-            self._model.transformer,
-            self._model.tie_word_embeddings,
-        ):
-            raise ConfigError(f"--ref-load {folder} has another architecture than {self._source}")
-        module, wrapped = model.build_module(
-            settings, self._settings, chunk_size=self._config.train.log_probs_chunk_size
+    def _new_module(self, of: ModelSettings) -> tuple[model.PolicyModel, torch.nn.Module]:
+        provider = partial(
+            self._hooks.build, is_first_stage=parallel.is_first_stage(), is_last_stage=parallel.is_last_stage()
         )
-        hf_io.load_hf(module, folder, self._names, settings)
-        return wrapped.requires_grad_(False).eval()
+        chunk_size = self._config.train.log_probs_chunk_size
+        return model.build_module(of, self._settings, chunk_size=chunk_size, provider=provider)
 
     # Log-probs
 
@@ -169,9 +168,10 @@ class MegatronTrainer:
         return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
 
     def _batch_log_probs(
-        self, model: torch.nn.Module, batch: TrainBatch, wanted: npt.NDArray[np.bool_]
+        self, model: torch.nn.Module, batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
+        self._hooks.before_log_probs(model, store_prefix)
         mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
             mine = _repack(mine, batch, limit)
@@ -236,14 +236,18 @@ class MegatronTrainer:
             )
         algo = self._config.algo
         mask = batch.loss_mask.astype(np.bool_)
-        policy_loss = algo.loss_type == "policy_loss"
+        policy_loss = algo.loss_type != "sft_loss"
         old = reference = None
-        if policy_loss and len(batch.steps) > 1:
+        if policy_loss and (len(batch.steps) > 1 or self._hooks.reads_old_log_probs):
             with self._timed(metrics, "log_probs"):
                 old = self._batch_log_probs(self._forward, batch, mask)
         if self._reference is not None:
             with self._timed(metrics, "ref_log_probs"):
-                reference = self._batch_log_probs(self._reference, batch, mask)
+                reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
+        known = {"old_log_probs": old, "ref_log_probs": reference}
+        batch, own = self._hooks.prepare(batch, {name: c for name, c in known.items() if c is not None})
+        metrics |= own
+        mask = batch.loss_mask.astype(np.bool_)
         columns = train_step.Columns(old, reference)
         with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
@@ -252,6 +256,8 @@ class MegatronTrainer:
         last = results[-1]
         for name in train_step.SUMS:
             metrics[f"train/{name}"] = sum(r.sums[name] for r in results) / len(results)
+        for name in results[0].own:
+            metrics[f"custom/{name}"] = sum(r.own[name] for r in results) / len(results)
         metrics["train/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
         metrics["train/lr-pg_0"] = last.learning_rate
         metrics["train/step"] = float(self._step)
@@ -279,6 +285,7 @@ class MegatronTrainer:
     def _train_step(
         self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
     ) -> train_step.StepResult:
+        self._hooks.before_train_step(batch.rollout_id, k, self._policy)
         plan = batch.steps[k][parallel.dp_rank()]
         temperature = self._config.rollout.rollout_temperature
         micro_batches = (
@@ -293,6 +300,7 @@ class MegatronTrainer:
                 batch,
                 columns,
                 self._config.algo,
+                own_loss=self._hooks.own_loss if self._hooks.loss is not None else None,
                 where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
             )
         self._step += 1

@@ -1,0 +1,41 @@
+"""The reference policy: a frozen model of the policy's architecture, for the KL in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vime.errors import ConfigError
+from vime.models import ModelSettings, NameMap, family_of
+from vime.trainer.megatron import hf_io
+
+
+def build_reference(
+    folder: Path,
+    policy: ModelSettings,
+    names: NameMap,
+    build: Callable[[ModelSettings], tuple[torch.nn.Module, torch.nn.Module]],
+    *,
+    policy_folder: Path,
+) -> torch.nn.Module:
+    """The model of an HF checkpoint, wrapped for the dtype it computes in.
+
+    Args:
+        folder: the checkpoint.
+        policy, names: of the policy, whose architecture it must have.
+        build: settings -> a module with fresh weights, and its wrapper.
+        policy_folder: named in errors.
+    Raises: ConfigError if it is of another architecture or vocabulary.
+    """
+    settings = family_of(hf := hf_io.read_config(folder)).settings(hf)
+    if settings.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"--ref-load {folder} has a vocabulary of {settings.vocab_size}, the policy of {policy.vocab_size}"
+        )
+    if (settings.transformer, settings.tie_word_embeddings) != (policy.transformer, policy.tie_word_embeddings):
+        raise ConfigError(f"--ref-load {folder} has another architecture than {policy_folder}")
+    module, wrapped = build(settings)
+    hf_io.load_hf(module, folder, names, settings)
+    return wrapped.requires_grad_(False).eval()

@@ -1,0 +1,178 @@
+"""Users' functions inside the trainer: called on every rank, their results checked.
+
+B samples, T tokens of the batch; P wanted tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.algo.reduce import token_loss_weights
+from vime.config import Config, hook_table
+from vime.config.hooks import UserFunction
+from vime.protocols import LossInputs, TrainerContext
+from vime.trainer.megatron.model import Policy, PolicyModel
+from vime.types import TOKEN_ADVANTAGES, Metrics, TrainBatch
+
+# What a function that changes the batch must leave as it is: the plan and the packing rest on them.
+_FIXED = ("tokens", "cu_seqlens", "group_ids", "trajectory_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHooks:
+    """The functions of a run that its trainer calls, where it has them."""
+
+    context: TrainerContext
+    init: UserFunction | None
+    model_provider: UserFunction | None
+    before_log_prob: UserFunction | None
+    before_step: UserFunction | None
+    advantage: UserFunction | None
+    postprocess: UserFunction | None
+    loss: UserFunction | None
+
+    @classmethod
+    def load(cls, config: Config, *, rank: int, world_size: int) -> TrainerHooks:
+        """Those that the settings name. Raises: ConfigError."""
+        find = partial(hook_table.load, config)
+        return cls(
+            TrainerContext(config, rank, world_size),
+            init=find("train.custom_megatron_init_path"),
+            model_provider=find("train.custom_model_provider_path"),
+            before_log_prob=find("train.custom_megatron_before_log_prob_hook_path"),
+            before_step=find("train.custom_megatron_before_train_step_hook_path"),
+            advantage=find("algo.custom_advantage_function_path"),
+            postprocess=find("rollout.rollout_data_postprocess_path"),
+            loss=find("algo.custom_loss_function_path"),
+        )
+
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether the old policy's log-probs must be there before the first step."""
+        return self.advantage is not None or self.postprocess is not None
+
+    def start(self) -> None:
+        """The process groups exist; the model does not yet."""
+        if self.init is not None:
+            self.init(self.context)
+
+    def build(self, default: Callable[[], PolicyModel], *, is_first_stage: bool, is_last_stage: bool) -> PolicyModel:
+        """The model, by --custom-model-provider-path if there is one. Raises: HookError if it is no PolicyModel."""
+        if self.model_provider is None:
+            return default()
+        module = self.model_provider(self.context, is_first_stage, is_last_stage, default)
+        if not isinstance(module, PolicyModel):
+            raise self.model_provider.refuse(module, "a vime.trainer.megatron.model.PolicyModel")
+        return module
+
+    def before_log_probs(self, model: torch.nn.Module, store_prefix: str) -> None:
+        """A forward pass without gradients comes. Args: store_prefix: "" for the policy, "ref_" for the reference."""
+        if self.before_log_prob is not None:
+            self.before_log_prob(self.context, model, store_prefix)
+
+    def before_train_step(self, rollout_id: int, step_id: int, policy: Policy) -> None:
+        """An optimizer step comes, the `step_id`-th of this rollout."""
+        if self.before_step is not None:
+            self.before_step(self.context, rollout_id, step_id, policy.module, policy.optimizer, policy.scheduler)
+
+    def prepare(self, batch: TrainBatch, known: Mapping[str, npt.NDArray[np.float32]]) -> tuple[TrainBatch, Metrics]:
+        """The batch with the user's advantages and changes, and the metrics of those advantages.
+
+        Args: known: further [T] columns that the functions see in `batch.extra`.
+        """
+        if not self.reads_old_log_probs:
+            return batch, {}
+        batch = replace(batch, extra={**batch.extra, **known})
+        metrics: Metrics = {}
+        if self.advantage is not None:
+            batch = _with_advantages(self.advantage, batch, self.advantage(self.context, batch))
+            metrics = _advantage_metrics(batch)
+        if self.postprocess is not None:
+            changed = self.postprocess(self.context, batch.rollout_id, batch)
+            batch = batch if changed is None else _checked_batch(self.postprocess, batch, changed)
+        return batch, metrics
+
+    def own_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
+        """--custom-loss-function-path: this micro-batch's summand of the loss, and of the user's metrics."""
+        assert self.loss is not None
+        result = self.loss(self.context, inputs, inputs.sum_of_sample_mean)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.loss.refuse(result, "a tuple (loss, metrics)")
+        value, metrics = result
+        if not isinstance(value, Tensor) or value.shape != () or not (value.requires_grad or not len(inputs.tokens)):
+            raise self.loss.refuse(value, "a tensor of shape () that leads back to log_probs, as loss")
+        if not isinstance(metrics, Mapping):
+            raise self.loss.refuse(metrics, "a dict as metrics")
+        return value, {str(name): float(number) for name, number in metrics.items()}
+
+
+def sum_own_metrics(own: Mapping[str, float], counts: bool) -> dict[str, float]:
+    """The sum over all ranks of what each rank's loss function reported. Collective."""
+    mine = dict(own) if counts else {}
+    everyone: list[dict[str, float] | None] = [mine]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    total: dict[str, float] = {}
+    for part in everyone:
+        for name, value in (part or {}).items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _with_advantages(function: UserFunction, batch: TrainBatch, result: Any) -> TrainBatch:
+    try:
+        values = np.asarray(result, np.float32)
+    except (TypeError, ValueError) as error:
+        raise function.refuse(result, "an array of numbers") from error
+    tokens = batch.tokens.shape
+    if values.shape not in ((batch.num_samples,), tokens):
+        raise function.broken(
+            f"gave advantages of shape {values.shape}; ({batch.num_samples},), one a sample, or {tokens}, one a token, "
+            "is expected"
+        )
+    per_token = values if values.shape == tokens else np.repeat(values, batch.lengths)
+    if bad := int((~np.isfinite(per_token[batch.loss_mask != 0])).sum()):
+        raise function.broken(f"gave {bad} tokens under mask 1 an advantage that is not finite")
+    if values.shape == tokens:
+        clean = np.where(batch.loss_mask != 0, values, np.float32(0))
+        return replace(batch, extra={**batch.extra, TOKEN_ADVANTAGES: clean})
+    return replace(batch, advantages=values)
+
+
+def _advantage_metrics(batch: TrainBatch) -> Metrics:
+    """rollout/advantages over trajectories; of advantages per token, each sample's mean over tokens under mask 1."""
+    values = batch.advantages
+    if (per_token := batch.extra.get(TOKEN_ADVANTAGES)) is not None:
+        starts = batch.cu_seqlens[:-1]
+        count = np.add.reduceat(batch.loss_mask.astype(np.float64), starts)
+        values = np.add.reduceat(per_token.astype(np.float64), starts) / np.maximum(count, 1)
+    _, first = np.unique(batch.trajectory_ids, return_index=True)
+    name = "rollout/advantages"
+    chosen = values[first]
+    return {name: float(chosen.mean()), f"{name}/min": float(chosen.min()), f"{name}/max": float(chosen.max())}
+
+
+def _checked_batch(function: UserFunction, before: TrainBatch, after: Any) -> TrainBatch:
+    if not isinstance(after, TrainBatch):
+        raise function.refuse(after, "a TrainBatch or None")
+    for name in _FIXED:
+        if not np.array_equal(getattr(before, name), getattr(after, name)):
+            raise function.broken(f"changed {name}, on which the plan of the step rests; only values may change")
+    if after.steps != before.steps:
+        raise function.broken("changed the plan of the optimizer steps")
+    if np.any(after.loss_mask > before.loss_mask):
+        raise function.broken("put tokens under mask 1 that were under mask 0; nobody sampled them")
+    if np.array_equal(after.loss_mask, before.loss_mask) or after.loss_weights is not before.loss_weights:
+        return after
+    weights = token_loss_weights(after.loss_mask, after.cu_seqlens, after.trajectory_ids, after.global_batch_size)
+    return replace(after, loss_weights=weights.astype(np.float32))
