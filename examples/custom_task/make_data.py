@@ -1,6 +1,6 @@
 """The data set: each line asks for the price of one thing, and brings the price list that only the tool may read.
 
-    python examples/custom_task/make_data.py --out runs/custom_task/data
+python examples/custom_task/make_data.py --out runs/custom_task/data
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ async def generate(
 ) -> Sample:
     """Named by --custom-generate-function-path, called once per sample.
 
-    Turn 1: the model writes one character, what it asks the tool for. The tool's words are appended as tokens that get
-    no gradient. Turn 2: the model writes one character, the answer.
+    Turn 1: the model writes one token (--rollout-max-response-len), here a character: what it asks the tool for. The
+    tool's words are appended as tokens that get no gradient. Turn 2: the model writes the answer.
     """
     while True:
         has_asked = "asked" in sample.metadata
@@ -27,7 +27,7 @@ async def generate(
         request = GenerateRequest(
             request_id=f"{'eval' if evaluation else 'train'}-{sample.sample_id}-{int(has_asked)}",
             token_ids=sample.tokens,  # everything so far; never text that is tokenised again
-            sampling=replace(sampling_params, n=1, max_tokens=1, seed=None if seed is None else seed + has_asked),
+            sampling=replace(sampling_params, n=1, seed=None if seed is None else seed + has_asked),
         )
         (said,) = await config.engines.generate(request)
         sample.append_response(said.token_ids, said.log_probs, version=said.weight_versions)

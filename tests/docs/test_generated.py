@@ -21,7 +21,7 @@ def test_the_committed_page_is_the_generated_one(name: str) -> None:
 
 
 def test_make_docs_writes_every_page(tmp_path: Path) -> None:
-    for name in ("upstream_flags.yaml", "coming_from_slime_and_vime.md"):
+    for name in ("upstream_flags.yaml", "coming_from_slime_and_vime.md", "customization.md"):
         (tmp_path / name).write_text((DOCS / name).read_text("utf-8"), "utf-8")
     assert main([str(tmp_path)]) == 0
     assert {p.name: p.read_text("utf-8") for p in tmp_path.glob("*.md")} == pages(DOCS)

@@ -11,10 +11,13 @@ import yaml
 
 from vime.cli.flag import Flag
 from vime.cli.vime_flags import section_classes, vime_flags
+from vime.config import hook_table
 from vime.observability.metrics import as_markdown
 
 _COMING_FROM = "coming_from_slime_and_vime.md"
+_CUSTOMIZATION = "customization.md"
 _BEGIN, _END = "<!-- generated from upstream_flags.yaml: begin -->", "<!-- generated: end -->"
+_BEGIN_HOOKS = "<!-- generated from vime/config/hook_table.py: begin -->"
 _INTRODUCTION = """\
 # Settings
 
@@ -77,15 +80,20 @@ def pages(folder: Path) -> dict[str, str]:
 
     Args: folder: docs/, whose pages with a generated part keep the rest.
     """
-    page = (folder / _COMING_FROM).read_text(encoding="utf-8")
     flags = yaml.safe_load((folder / "upstream_flags.yaml").read_text(encoding="utf-8"))
-    before, rest = page.split(_BEGIN)
-    _, after = rest.split(_END)
     return {
         "configuration.md": configuration_page(),
         "metrics.md": as_markdown(),
-        _COMING_FROM: f"{before}{_BEGIN}\n\n{upstream_table(flags)}\n{_END}{after}",
+        _COMING_FROM: _filled(folder / _COMING_FROM, _BEGIN, upstream_table(flags)),
+        _CUSTOMIZATION: _filled(folder / _CUSTOMIZATION, _BEGIN_HOOKS, hook_table.as_markdown()),
     }
+
+
+def _filled(path: Path, begin: str, table: str) -> str:
+    """A page with its generated part as it is now."""
+    before, rest = path.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(_END)
+    return f"{before}{begin}\n\n{table}\n{_END}{after}"
 
 
 def main(argv: Sequence[str]) -> int:
