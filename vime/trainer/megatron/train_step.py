@@ -28,7 +28,7 @@ from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.packing import MicroBatch
 from vime.trainer.megatron.user_hooks import sum_own_metrics
-from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
+from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
 
 OwnLoss: TypeAlias = Callable[[LossInputs], tuple[Tensor, Mapping[str, float]]]
 SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
@@ -112,6 +112,15 @@ def train_step(
         log_probs=torch.cat([r.log_probs for r in results]) if results else torch.empty(0),
         wanted=np.concatenate([r.wanted for r in results]) if results else np.empty(0, dtype=np.int64),
     )
+
+
+def result_metrics(results: Sequence[StepResult]) -> Metrics:
+    """train/* of a rollout's optimizer steps: means over them; custom/* of a custom loss function."""
+    metrics = {f"train/{name}": sum(r.sums[name] for r in results) / len(results) for name in SUMS}
+    metrics |= {f"custom/{name}": sum(r.own[name] for r in results) / len(results) for name in results[0].own}
+    metrics["train/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
+    metrics["train/lr-pg_0"] = results[-1].learning_rate
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,13 +253,7 @@ class MegatronTrainer:
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
         if policy_loss:
             metrics |= self._mismatch(batch, mask, old, reference, results[0])
-        last = results[-1]
-        for name in train_step.SUMS:
-            metrics[f"train/{name}"] = sum(r.sums[name] for r in results) / len(results)
-        for name in results[0].own:
-            metrics[f"custom/{name}"] = sum(r.own[name] for r in results) / len(results)
-        metrics["train/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
-        metrics["train/lr-pg_0"] = last.learning_rate
+        metrics |= train_step.result_metrics(results)
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
         metrics["train/global_batch_size"] = float(batch.global_batch_size)
