@@ -37,7 +37,7 @@ def test_the_settings_help_is_grouped_and_imports_nothing_heavy() -> None:
     assert imported == []
     for heading in ("cluster: ", "rollout: ", "algo: ", "sync: "):
         assert f"\n{heading}" in text
-    assert "--rollout-batch-size INT" in text and "--loss-type {policy_loss,sft_loss}" in text
+    assert "--rollout-batch-size INT" in text and "--loss-type {policy_loss,sft_loss,custom_loss}" in text
 
 
 @pytest.mark.parametrize(
