@@ -38,6 +38,7 @@ def test_what_works_is_let_through(right: dict[str, Any]) -> None:
         (dict(load_debug_rollout_data="a", load_debug_rollout_data_subsample=1.5), "subsample is 1.5, but must be"),
         (dict(load_debug_rollout_data="a", num_rollout=None), "--num-epoch means nothing; give --num-rollout"),
         (dict(dump_details="d", save_debug_train_data="{rollout_id}"), "--dump-details sets --save-debug-train-data"),
+        (dict(save_debug_rollout_data="{rollout_id}.pt"), "ends in .pt, but Parquet is written; name it *.parquet"),
         (dict(save_debug_rollout_data="a.parquet"), "names one file for all rollouts; put {rollout_id} into it"),
         (dict(save_debug_train_data="{rank}.npz"), "--save-debug-train-data {rank}.npz: only {rollout_id} is replaced"),
         (dict(save_debug_rollout_data=f"{__file__}/{{rollout_id}}"), "test_validate_debug.py is a file"),

@@ -61,6 +61,9 @@ def _check_templates(config: Config) -> Iterator[str]:
         except (KeyError, IndexError, ValueError):
             yield f"{flag} {text}: only {{rollout_id}} is replaced; other braces are not allowed"
             continue
+        if flag in saved and (found := Path(first).suffix) in (".pt", ".pth", ".pkl"):
+            kind = "Parquet" if flag == "--save-debug-rollout-data" else "npz"
+            yield f"{flag} {text} ends in {found}, but {kind} is written; name it *.{kind.lower()}"
         if flag in saved and first == second and config.rollout.num_rollout != 1:
             yield f"{flag} {text} names one file for all rollouts; put {{rollout_id}} into it"
         if flag in saved and (blocked := _file_above(Path(first))):
