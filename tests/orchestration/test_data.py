@@ -12,7 +12,7 @@ from tests.fakes import char_tokenizer
 from vime.config import Config, DataConfig, EvalConfig, RolloutConfig
 from vime.config.sections import DebugConfig
 from vime.data.buffer import DataBuffer
-from vime.errors import DataError
+from vime.errors import ConfigError, DataError
 from vime.loop.replay import ReplaySource
 from vime.orchestration.data import build_source, check_data, probe_prompts
 
@@ -37,6 +37,12 @@ def test_training_and_held_out_rows_are_checked_to_the_last(tmp_path: Path) -> N
     for train, held_out, name in (([*[good] * 99, bad], [good], "train"), ([good], [*[good] * 99, bad], "held")):
         with pytest.raises(DataError, match=rf"{name}\.jsonl: 1 of 100 lines[\s\S]*line 100: metadata.rm_type"):
             check_data(config(tmp_path, train, held_out))
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    settings = replace(config(tmp_path, [{"input": "1"}] * 3), rollout=RolloutConfig(rollout_batch_size=4))
+    with pytest.raises(ConfigError, match="--rollout-batch-size is 4, but --prompt-data has 3 prompts"):
+        check_data(settings)
 
 
 def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:

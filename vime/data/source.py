@@ -30,13 +30,19 @@ def make_buffer(config: Config, prompts: Sequence[Prompt] | None) -> DataBuffer:
         buffer_filter=hook_table.load(config, "data.buffer_filter_path"),
         sort_by_staleness=data.buffer_sort_by_staleness,
     )
-    size = source.epoch_size()
-    if size is not None and rollout.rollout_batch_size > size:
-        raise ConfigError(
-            f"--rollout-batch-size is {rollout.rollout_batch_size}, but --prompt-data has {size} prompts that can be "
-            f"used, so one rollout would hold a prompt twice; use at most {size}"
-        )
+    if (size := source.epoch_size()) is not None:
+        check_batch_size(config, size)
     return source
+
+
+def check_batch_size(config: Config, num_prompts: int) -> None:
+    """Refuse a rollout that would hold a prompt twice. Raises: ConfigError."""
+    batch = config.rollout.rollout_batch_size
+    if batch > num_prompts:
+        raise ConfigError(
+            f"--rollout-batch-size is {batch}, but --prompt-data has {num_prompts} prompts that can be used, so one "
+            f"rollout would hold a prompt twice; use at most {num_prompts}"
+        )
 
 
 def make_own_source(config: Config, tokenizer: Any) -> DataSource:

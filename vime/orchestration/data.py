@@ -10,7 +10,7 @@ from vime.config.eval_sets import eval_sets
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
 from vime.data.records import RowKeys
-from vime.data.source import make_buffer, make_own_source
+from vime.data.source import check_batch_size, make_buffer, make_own_source
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
 from vime.rewards import REWARD_NAMES
@@ -27,6 +27,8 @@ def check_data(config: Config) -> CheckedRows | None:
     """
     names = REWARD_NAMES if modes.generates(config) else None
     rows = check_prompts(config, names) if modes.reads_prompts(config) else None
+    if rows is not None:
+        check_batch_size(config, len(rows))
     if modes.generates(config):
         for held_out in eval_sets(config):
             keys = RowKeys(
