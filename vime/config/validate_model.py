@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vime.config import Config
+from vime.config.parallel import parallel_sizes
 
 
 def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[str, str, Any], ...]) -> Iterator[str]:
@@ -59,12 +60,14 @@ def check_lengths(config: Config, max_position_embeddings: int | None) -> Iterat
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens of one forward pass of one rank"
         return
     longest, why = _longest_sample(config, limit)
+    ranks = max(parallel_sizes(config.megatron).context, 1)
     for flag, tokens in (
         ("--max-tokens-per-gpu", train.max_tokens_per_gpu),
         ("--log-probs-max-tokens-per-gpu", train.log_probs_max_tokens_per_gpu),
     ):
-        if tokens is not None and tokens < longest:
-            yield f"{flag} is {tokens}, but a sample may have {longest} tokens ({why}) and is never split"
+        if tokens is not None and tokens * ranks < longest:
+            by = f" on each of {ranks} context-parallel ranks" if ranks > 1 else ""
+            yield f"{flag} is {tokens}{by}, but a sample may have {longest} tokens ({why}) and is never split"
 
 
 def _longest_sample(config: Config, limit: int | None) -> tuple[int, str]:

@@ -26,6 +26,7 @@ def make_train_batch(
     dp_size: int,
     reward_key: str | None,
     global_batch_size: int,
+    cp_size: int = 1,
     hooks: BatchHooks | None = None,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
@@ -38,6 +39,7 @@ def make_train_batch(
         dp_size: data-parallel ranks.
         reward_key: the entry of a dict reward to train on.
         global_batch_size: trajectories per optimizer step, the constant the loss is averaged over.
+        cp_size: context-parallel ranks; they share a micro-batch's tokens, so it may have that many times more.
         hooks: the run's own functions for columns, rewards and reduction.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
@@ -61,7 +63,9 @@ def make_train_batch(
     cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     group_ids, trajectory_ids = columns["group_ids"], columns["trajectory_ids"]
 
-    steps = _plan(lengths, trajectory_ids, global_batch_size=global_batch_size, dp_size=dp_size, train=train)
+    steps = _plan(
+        lengths, trajectory_ids, global_batch_size=global_batch_size, dp_size=dp_size, cp_size=cp_size, train=train
+    )
     if is_policy:
         names = [sample_name(s) for s in samples] if converted is None else [f"row {i}" for i in range(len(lengths))]
         _check_log_probs(names, mask, columns["rollout_log_probs"], cu_seqlens)
@@ -147,6 +151,7 @@ def _plan(
     *,
     global_batch_size: int,
     dp_size: int,
+    cp_size: int,
     train: TrainConfig,
 ) -> tuple[StepPlan, ...]:
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
@@ -156,7 +161,7 @@ def _plan(
         trajectory_ids.tolist(),
         global_batch_size=global_batch_size,
         dp_size=dp_size,
-        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        max_tokens=train.max_tokens_per_gpu * cp_size if train.use_dynamic_batch_size else None,
         micro_batch_size=train.micro_batch_size,
     )
 

@@ -246,6 +246,7 @@ def _build_stages(
             algo=config.algo,
             train=config.train,
             dp_size=sizes.data_parallel_size(config, len(plan.layout.trainer_devices)),
+            cp_size=sizes.context_parallel_size(config),
             reward_key=config.reward.reward_key,
             global_batch_size=sizes.global_batch_size(config),
             hooks=hooks,

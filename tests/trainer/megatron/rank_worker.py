@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig
+from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import TrainingError, VimeError
 from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
@@ -39,6 +39,7 @@ def run(case, rank, world_size, folder):
         algo=AlgoConfig(**case["algo"]),
         rollout=RolloutConfig(rollout_temperature=0.8),
         sync=SyncConfig(update_weight_buffer_size=20_000),
+        train=TrainConfig(lr_decay_style="cosine", lr_decay_iters=10),
         megatron={"lr": 1e-2, "adam_eps": 1e-2, **case["megatron"]},
     )
     writer = KeepingWriter() if rank == 0 else None
@@ -54,14 +55,15 @@ def run(case, rank, world_size, folder):
     )
     out, batches = {}, case["batches"]
     if "load" in case:
-        trainer.load(folder / case["load"])
+        trainer.load(folder / f"ck-{case['load']}")
+        batches = batches[1:]
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
     out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
     if writer is not None:
         out["first"], writer.sent = writer.sent, []
     out["metrics"] = []
     for k, batch in enumerate(batches):
-        if k == case.get("save_before"):
+        if k == 1 and case.get("saves"):
             trainer.save(folder / f"ck-{case['name']}")
         out["metrics"].append(trainer.train(batch))
     if case.get("exports"):

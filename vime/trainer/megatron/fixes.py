@@ -19,6 +19,7 @@ def apply() -> None:
     """Apply all fixes; a second call does nothing."""
     bind_missing_te_names()
     fix_torch_adamw_checkpoints()
+    fix_checkpoints_of_several_buckets()
 
 
 def bind_missing_te_names() -> None:
@@ -67,3 +68,41 @@ def fix_torch_adamw_checkpoints() -> None:
     setattr(state_dict, _MARK, True)
     cls.state_dict, cls.load_state_dict = state_dict, load_state_dict
     cls._set_main_param_and_optimizer_states = set_states
+
+
+def fix_checkpoints_of_several_buckets() -> None:
+    """Checkpoints of the distributed optimizer where gradients lie in more than one bucket: silently wrong weights.
+
+    Fault: sharded_param_state_fully_reshardable concatenates the buckets without the padding at their ends, but cuts
+    parameters out of that at their places with padding, so that all but the first bucket's are shifted. A tied
+    embedding on a pipeline's last stage always has a bucket of its own; --overlap-grad-reduce makes many.
+    """
+    cls = DistributedOptimizer
+    if hasattr(cls.sharded_param_state_fully_reshardable, _MARK):
+        return
+    original = cls.sharded_param_state_fully_reshardable
+
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, places in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = places
+
+    setattr(sharded_param_state_fully_reshardable, _MARK, True)
+    cls.sharded_param_state_fully_reshardable = sharded_param_state_fully_reshardable
+
+
+def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """A gradient buffer's parameter -> (start, end, bucket), if buckets lay end to end without padding."""
+    shifts, end = [], 0
+    for bucket in buffer.buckets:
+        shifts.append(bucket.offset - end)
+        end += bucket.numel_unpadded
+    return {
+        parameter: (start - shifts[bucket], stop - shifts[bucket], bucket)
+        for parameter, (start, stop, bucket) in buffer.param_index_map.items()
+    }

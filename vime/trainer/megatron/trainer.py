@@ -174,7 +174,7 @@ class MegatronTrainer:
         self._hooks.before_log_probs(model, store_prefix)
         mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
-            mine = _repack(mine, batch, limit)
+            mine = _repack(mine, batch, limit * parallel.cp_size())
         temperature = self._config.rollout.rollout_temperature
         return self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature)
 
