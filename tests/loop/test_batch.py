@@ -147,6 +147,8 @@ def test_a_token_budget_splits_the_step():
     train = TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=8)
     batch, _ = make(two_groups(), train=train)
     assert all(sum(batch.lengths[i] for i in micro) <= 8 for micro in batch.steps[0][0])
+    shared, _ = make(two_groups(), train=train, cp_size=2)  # each of two context-parallel ranks has half the tokens
+    assert len(shared.steps[0][0]) == 1 < len(batch.steps[0][0])
     with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
         make(two_groups(), train=replace(train, max_tokens_per_gpu=None))
 
