@@ -59,6 +59,7 @@ TWO = [
     case("pp-untied", "qwen3-untied", PP),
     case("pp-own-loss", "qwen3-tied", PP, OWN),
     case("cp-own-loss", "qwen3-tied", CP, OWN),
+    case("tp-empty-part", "qwen3-untied", {**TP, "make_vocab_size_divisible_by": 64}),
     case("dp-overlap", "qwen3-tied", OVERLAP),
     case("pp-overlap", "qwen3-tied", {**PP, **OVERLAP}),
     case("tp-sp-recompute", "llama-untied", {**SP, **RECOMPUTE}),
