@@ -156,12 +156,13 @@ def _plan(
 ) -> tuple[StepPlan, ...]:
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
         raise ConfigError("--use-dynamic-batch-size fills micro-batches up to --max-tokens-per-gpu; set that, too")
+    limit = train.max_tokens_per_gpu if train.use_dynamic_batch_size else None
     return plan_steps(
         lengths.tolist(),
         trajectory_ids.tolist(),
         global_batch_size=global_batch_size,
         dp_size=dp_size,
-        max_tokens=train.max_tokens_per_gpu * cp_size if train.use_dynamic_batch_size else None,
+        max_tokens=None if limit is None else limit * cp_size,
         micro_batch_size=train.micro_batch_size,
     )
 
