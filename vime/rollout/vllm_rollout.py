@@ -23,6 +23,7 @@ from vime.rollout.filters import FilterOutput
 from vime.rollout.generate import request_seed, rollout_sampling
 from vime.rollout.runner import GroupRunner, Outcome
 from vime.rollout.stats import RolloutStats
+from vime.rollout.watch import LoopWatch
 from vime.types import Group, RolloutResult, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def generate_rollout(
 
 async def _closing(engines: Engines, work: Coroutine[Any, Any, RolloutResult]) -> RolloutResult:
     try:
-        return await work
+        async with LoopWatch():
+            return await work
     finally:
         await engines.aclose()
 
