@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vime.observability.chrome_trace import nested
+from vime.observability.chrome_trace import Lanes, nested
 from vime.observability.trace import SpanLog, add_span, seconds_outside_generation, span
 from vime.observability.trace_file import RunTracer, TraceFile
 from vime.types import Group, Sample
@@ -112,6 +112,12 @@ def test_every_part_has_its_track_and_samples_share_lanes(tmp_path):
     assert lives[0]["args"]["reward"] == "nan", "JSON has no NaN"
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert names == {(1, "loop"), (2, "trainer"), (4, "samples"), (5, "held-out samples")}
+
+
+def test_the_first_free_lane_is_taken():
+    lanes = Lanes()
+    events = lanes.place([[at("a", 0, 9)], [at("b", 1, 2)], [at("c", 10, 11)], [at("d", 10, 12)], [at("e", 10, 11)]], 1)
+    assert {e["name"]: e["tid"] for e in events} == {"a": 1, "b": 2, "c": 1, "d": 2, "e": 3}
 
 
 def test_a_trace_stops_at_its_size_and_says_so_once(tmp_path, caplog):

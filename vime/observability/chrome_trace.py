@@ -58,10 +58,11 @@ def nested(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
 
 
 class Lanes:
-    """Tracks for many short-lived things: each gets one that is free, so there are as many as run at a time."""
+    """Tracks for many short-lived things: each gets the first that is free, so there are as many as run at a time."""
 
     def __init__(self) -> None:
-        self._free_at: list[tuple[int, int]] = []  # (microsecond, track)
+        self._taken: list[tuple[int, int]] = []  # heap of (microsecond it ends, track)
+        self._free: list[int] = []  # heap of tracks
         self.count = 0
 
     def place(self, things: Iterable[Sequence[Span]], pid: int) -> list[Event]:
@@ -76,12 +77,14 @@ class Lanes:
         events: list[Event] = []
         for part in parts:
             start = int(part[0]["start_s"] * 1e6)
-            if self._free_at and self._free_at[0][0] <= start:
-                _, tid = heapq.heappop(self._free_at)
+            while self._taken and self._taken[0][0] <= start:
+                heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+            if self._free:
+                tid = heapq.heappop(self._free)
             else:
                 self.count += 1
                 tid = self.count
             end = max(int(span["end_s"] * 1e6) for span in part)
-            heapq.heappush(self._free_at, (end, tid))
+            heapq.heappush(self._taken, (end, tid))
             events += [span_event(span, pid, tid) for span in part]
         return events

@@ -65,7 +65,7 @@ class WandbWriter:
                 entity=entity,
                 name=folder.name,
                 id=run_id,
-                resume="allow",
+                resume="allow" if mode == "online" else None,  # offline, the files of one id are joined by `wandb sync`
                 dir=str(directory),
                 mode=mode,
                 config=dict(settings),
@@ -93,4 +93,7 @@ class WandbWriter:
 
     def close(self) -> None:
         """Upload or write what is left."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # offline, 0.30 writes its file after `finish` has returned; this waits for it
