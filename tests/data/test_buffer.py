@@ -230,7 +230,9 @@ def test_a_resume_with_another_file_names_it(tmp_path: Path) -> None:
 
     state = json.loads(json.dumps(source("x", "y").state()))
     source("x", "y").restore(state)
-    with pytest.raises(DataError, match=r"the prompts of 2: .*b\.jsonl are not those of 2: .*start a new run from"):
+    with pytest.raises(
+        DataError, match=r"the prompts of 2: .*b\.jsonl are not those of 2: .*weights alone by --finetune"
+    ):
         source("x", "z").restore(state)
 
 

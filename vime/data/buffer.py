@@ -152,8 +152,8 @@ class DataBuffer(DataSource):
             raise DataError(
                 "the saved data buffer does not belong to this run, so the next prompts would be others: "
                 + "; ".join(differing)
-                + ". Resume with the data and settings it was saved with. To go on with others, start a new run from "
-                "the exported model (--save-hf, then --hf-checkpoint) with another --save"
+                + ". Resume with the data and settings it was saved with; to go on with others, take the checkpoint's "
+                "weights alone by --finetune, with another --save"
             )
         try:
             put_back = [group_from_json(group) for group in state["put_back"]]
