@@ -46,7 +46,7 @@ EXAMPLES = {
     "custom-rollout-log-function-path": "log_rollout",
     "custom-eval-rollout-log-function-path": "log_eval",
 }
-ELSEWHERE = {"data-source-path", "buffer-filter-path"}
+ELSEWHERE = {"data-source-path", "buffer-filter-path", "rm-parts"}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ async def run(limit_s: float, blocking_s: float, waiting_s: float) -> None:
 
 def test_a_blocking_call_is_named_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(run(0.1, blocking_s=0.25, waiting_s=0.0))
-    (record,) = caplog.records
+    record, *_ = caplog.records
     assert "has stood still for 0 s in" in record.getMessage()
     assert "tests/rollout/test_watch.py, line 12, in blocks" in record.getMessage()
 
