@@ -78,13 +78,12 @@ def test_repetition_is_what_zlib_shrinks_tenfold_at_the_end():
 
 
 def test_the_meter_counts_what_engines_sampled_between_start_and_finish():
-    now = [10.0]
-    readings = iter(
-        [[EngineStats(sampled_tokens=100)], [EngineStats(sampled_tokens=160, num_requests=2, queue_s=1)], None, None]
-    )
+    now, requests = [10.0], [0]
+    readings = iter([[EngineStats(sampled_tokens=100)], [EngineStats(sampled_tokens=160, num_requests=2, queue_s=1)]])
     activity = Activity(lambda: now[0])
     meter = RolloutMeter(
         read_stats=lambda: next(readings),
+        num_requests=lambda: requests[0],
         activity=activity,
         num_devices=2,
         version=lambda: 0,
@@ -95,6 +94,7 @@ def test_the_meter_counts_what_engines_sampled_between_start_and_finish():
     begin = meter.start()
     with activity.running():
         now[0] = 13.0
+        requests[0] += 2
     metrics = meter.finish(begin, groups)
     check_names(metrics)
     assert metrics["perf/tokens_per_gpu_per_sec"] == 60 / (3 * 2)
@@ -102,6 +102,16 @@ def test_the_meter_counts_what_engines_sampled_between_start_and_finish():
     ((span,),) = meter.take_spans()
     assert (span["sampled_tokens"], span["end_s"] - span["start_s"]) == (60, pytest.approx(3.0))
     assert meter.take_spans() == []
+
+    readings = iter([None, [EngineStats(sampled_tokens=170)], [EngineStats(sampled_tokens=200)]])
     begin = meter.start()
-    now[0] = 14.0
+    assert begin.stats == [EngineStats(sampled_tokens=160, num_requests=2, queue_s=1)], "nobody used the engines since"
+    now[0], requests[0] = 14.0, 3
     assert "perf/tokens_per_gpu_per_sec" not in meter.finish(begin, groups), "an engine did not answer"
+    begin = meter.start()
+    requests[0] = 4  # an evaluation would come before the next rollout
+    now[0] = 15.0
+    assert meter.finish(begin, groups)["perf/tokens_per_gpu_per_sec"] == 30 / (1 * 2)
+    requests[0] = 5
+    readings = iter([[EngineStats(sampled_tokens=210)]])
+    assert meter.start().stats == [EngineStats(sampled_tokens=210)], "somebody used the engines since"

@@ -29,6 +29,7 @@ def make_meter(
         return None
     return RolloutMeter(
         read_stats=fleet.stats,
+        num_requests=lambda: client.counters["requests"] + sum(engine.num_probes for engine in fleet.engines),
         activity=client.activity,
         num_devices=sum(map(len, layout.engine_devices)),
         version=lambda: client.version,

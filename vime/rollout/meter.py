@@ -30,6 +30,7 @@ class RolloutMeter:
 
     Args:
         read_stats: one reading per engine; None when an engine did not answer.
+        num_requests: a number that rises with every request to an engine, by whomever.
         activity: of the client that sends requests.
         num_devices: of all engines.
         version: the policy version the trainer holds now.
@@ -40,6 +41,7 @@ class RolloutMeter:
         self,
         *,
         read_stats: Callable[[], Sequence[EngineStats] | None],
+        num_requests: Callable[[], int],
         activity: Activity,
         num_devices: int,
         version: Callable[[], PolicyVersion],
@@ -48,16 +50,21 @@ class RolloutMeter:
     ) -> None:
         self._read_stats, self._activity, self._num_devices = read_stats, activity, num_devices
         self._version, self._reward_key, self._clock = version, reward_key, clock
+        self._num_requests = num_requests
+        self._last: tuple[int, Sequence[EngineStats] | None] = (-1, None)  # requests so far, and the reading then
         self._spans: deque[list[Span]] = deque(maxlen=_SPANS_KEPT)
 
     def start(self) -> Reading:
-        """Before the rollout function is called."""
-        stats = self._read_stats()
+        """Before the rollout function is called. Engines that nobody used since the last reading are not asked: it
+        takes some milliseconds."""
+        requests, stats = self._last
+        if stats is None or requests != self._num_requests():
+            stats = self._read_stats()
         return Reading(self._clock(), stats, self._activity.busy_s)
 
     def finish(self, begin: Reading, groups: Sequence[Group]) -> Metrics:
         """After it has returned these groups."""
-        seconds = self._clock() - begin.time_s
+        seconds, now_s = self._clock() - begin.time_s, time.time()
         metrics = sample_metrics(
             groups,
             version=self._version(),
@@ -67,11 +74,12 @@ class RolloutMeter:
         )
         metrics["perf/engine_busy_s"] = self._activity.busy_s - begin.busy_s
         stats = self._read_stats()
+        self._last = (self._num_requests(), stats)
         if begin.stats is not None and stats is not None:
             metrics |= engine_metrics(begin.stats, stats, seconds)
             each = [late.since(early) for early, late in zip(begin.stats, stats, strict=True)]
             metrics["perf/tokens_per_gpu_per_sec"] = total(each).sampled_tokens / (seconds * self._num_devices)
-            self._spans.append([_span(done, seconds) for done in each])
+            self._spans.append([_span(done, now_s, seconds) for done in each])
         return metrics
 
     def take_spans(self) -> list[list[Span]]:
@@ -81,13 +89,12 @@ class RolloutMeter:
         return spans
 
 
-def _span(done: EngineStats, seconds: float) -> Span:
-    """A rollout that has just ended, as one engine saw it."""
-    end = time.time()
+def _span(done: EngineStats, end_s: float, seconds: float) -> Span:
+    """A rollout as one engine saw it."""
     return {
         "name": "rollout",
-        "start_s": end - seconds,
-        "end_s": end,
+        "start_s": end_s - seconds,
+        "end_s": end_s,
         "responses": done.num_requests,
         "sampled_tokens": done.sampled_tokens,
         "running_requests": done.running_s / seconds,

@@ -58,6 +58,7 @@ class VllmEngine:
         weight_timeout_s: float = 900.0,
     ) -> None:
         self.url = url
+        self.num_probes = 0
         self._adapter = adapter or adapter_for()
         self._weight_timeout_s = weight_timeout_s
         self._http = httpx.Client(
@@ -134,6 +135,7 @@ class VllmEngine:
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         """Greedy continuations of a few fixed prompts, asked of this engine itself, on a fresh prefix cache."""
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.num_probes += 1
         completions = []
         for prompt in prompts:
             request = GenerateRequest(
