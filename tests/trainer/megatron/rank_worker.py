@@ -8,10 +8,12 @@ import pickle
 import sys
 import time
 import traceback
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core import tensor_parallel
 
 from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import TrainingError, VimeError
@@ -57,6 +59,7 @@ def run(case, rank, world_size, folder):
     if "load" in case:
         trainer.load(folder / f"ck-{case['load']}")
         batches = batches[1:]
+    out["random"] = random_streams()
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
     out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
     if writer is not None:
@@ -75,6 +78,13 @@ def run(case, rank, world_size, folder):
         out["errors"] = break_it(trainer, rank, case["breaks"], batches[0])
     trainer.close()
     return out
+
+
+def random_streams():
+    """The states of this rank's random streams, as numbers to compare."""
+    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = {"own": streams["model-parallel-rng"], "shared": torch.get_rng_state()}
+    return {name: zlib.crc32(bytes(state.tolist())) for name, state in states.items()}
 
 
 def break_it(trainer, rank, broken_rank, batch):

@@ -67,6 +67,7 @@ TWO = [
     case("cp-recompute", "llama-untied", {**CP, **RECOMPUTE}),
     # Checkpoints: saved after the first rollout by one layout, gone on with by the same and by others.
     case("tp-sp-again", "qwen3-tied", SP, load="tp-sp"),
+    case("pp-again", "qwen3-tied", PP, load="pp"),
     case("pp-from-tp", "qwen3-tied", PP, load="tp-sp"),
     case("cp-from-pp", "qwen3-tied", CP, load="pp"),
     case("dp-from-tp", "qwen3-tied", load="tp-sp"),
@@ -212,6 +213,25 @@ def assert_all_name_the_broken_rank(c, ranks):
 def test_two_ranks_train_like_one_process(two_ranks, c):
     several, one, folder = two_ranks
     assert_like_one_process(c, several[c["name"]], one, folder)
+
+
+@pytest.mark.parametrize("saved", ["tp-sp", "pp"])
+def test_the_same_layout_goes_on_bit_by_bit(two_ranks, saved):
+    several, _, _ = two_ranks
+    for straight, resumed in zip(several[saved], several[f"{saved}-again"], strict=True):
+        assert straight["random"] == resumed["random"]
+        for want, got in zip(straight["metrics"][1:], resumed["metrics"], strict=True):
+            assert {n: v for n, v in got.items() if n.startswith("train/")} == {
+                n: v for n, v in want.items() if n.startswith("train/")
+            }
+
+
+@pytest.mark.parametrize(
+    ("name", "differ"), [("dp", ()), ("cp", ()), ("tp", ("own",)), ("tp-sp", ("own",)), ("pp", ("own", "shared"))]
+)
+def test_random_streams_differ_where_ranks_hold_different_tensors(two_ranks, name, differ):
+    first, second = (rank["random"] for rank in two_ranks[0][name])
+    assert {stream for stream in first if first[stream] != second[stream]} == set(differ)
 
 
 @pytest.mark.parametrize("c", HALF, ids=[c["name"] for c in HALF])
