@@ -51,7 +51,7 @@ TWO = [
     case("cp", "qwen3-tied", CP, breaks=1),
     case("tp-llama", "llama-untied", TP),
     case("tp-sp-llama", "llama-untied", {**SP, "use_distributed_optimizer": False}),
-    case("pp-llama", "llama-untied", PP),
+    case("pp-llama", "llama-untied", {**PP, "deallocate_pipeline_outputs": True}),
     case("cp-llama", "llama-untied", CP),
     case("tp-sp-sft", "llama-tied", SP, SFT),
     case("pp-sft", "llama-tied", PP, SFT),

@@ -120,16 +120,28 @@ def _values_of_shards(
 
     Two collectives of a few numbers per position. A rank may have no column at all.
     """
-    x = logits.float() / temperature
-    mine = x.logsumexp(-1) if x.shape[1] else x.new_full((x.shape[0],), -torch.inf)
+    if logits.shape[1]:
+        mine = _fused(_log_z, logits)(logits, temperature)
+    else:
+        mine = torch.full(logits.shape[:1], -torch.inf, device=logits.device)
     parts = mine.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(parts, mine, group=group)
     log_z = parts.view(group.size(), -1).logsumexp(0)
-    log_p = x - log_z[:, None]
-    here = targets[:, None] == torch.arange(x.shape[1], device=x.device)
-    sums = torch.stack([torch.where(here, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)])
+    sums = _fused(_sums, logits)(logits, targets, log_z, temperature)
     dist.all_reduce(sums, group=group)
     return sums[0], sums[1], log_z
+
+
+def _log_z(logits: Tensor, temperature: float) -> Tensor:
+    """[C] log of the sum of exponentials of these columns."""
+    return (logits.float() / temperature).logsumexp(-1)
+
+
+def _sums(logits: Tensor, targets: Tensor, log_z: Tensor, temperature: float) -> Tensor:
+    """[2, C] what these columns give to the target's log-prob and to the entropy."""
+    log_p = logits.float() / temperature - log_z[:, None]
+    here = targets[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    return torch.stack([torch.where(here, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)])
 
 
 def _d_logits(
@@ -164,7 +176,7 @@ def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
     return _COMPILED[function] if like.is_cuda else function
 
 
-_COMPILED = {f: torch.compile(f, dynamic=True) for f in (_values, _d_logits, _d_logits_without_entropy)}
+_COMPILED = {f: torch.compile(f, dynamic=True) for f in (_values, _log_z, _sums, _d_logits, _d_logits_without_entropy)}
 
 
 def _chunks(n: int, size: int) -> list[slice]:
