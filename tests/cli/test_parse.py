@@ -175,7 +175,7 @@ def test_yaml_takes_the_same_names_with_dashes_or_underscores(tmp_path: Path) ->
         tmp_path,
         "rollout-batch-size: 8\nn_samples_per_prompt: 4\nlr: 1e-6\ncolocate: true\nrollout-stop: [a, b]\n"
         "apply-chat-template-kwargs: {a: [1, 2]}\ndisable-bias-linear: true\nload: null\nrouter-policy: random\n"
-        "no-overlap-grad-reduce: true\n",
+        "no-overlap-grad-reduce: true\nprompt-data: a.jsonl\nprompt-data-weights: 1\n",
     )
     result = given("--config", path)
     assert not result.problems
@@ -190,6 +190,8 @@ def test_yaml_takes_the_same_names_with_dashes_or_underscores(tmp_path: Path) ->
         "vime.checkpoint.load": None,
         "router.policy": "random",
         "megatron.overlap_grad_reduce": False,
+        "vime.data.prompt_data": ["a.jsonl"],
+        "vime.data.prompt_data_weights": [1.0],
     }
     assert {g.origin for g in result.given.values()} == {f"--config {path}"}
 
