@@ -102,7 +102,7 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
             ["--eval-prompt-data", "a", ""],
             "--eval-prompt-data is empty, but needs text; leave it out if it is not wanted",
         ),
-        (["--loss-type", "x"], "--loss-type is 'x', but needs one of policy_loss, sft_loss"),
+        (["--loss-type", "x"], "--loss-type is 'x', but needs one of policy_loss, sft_loss, custom_loss"),
         (["--rollout-batch-size"], "--rollout-batch-size needs one value (a whole number), got none"),
         (["--rollout-batch-size", "1", "2"], "--rollout-batch-size needs one value (a whole number), got 2: 1 2"),
         (["--colocate", "maybe"], "--colocate takes no value, got 'maybe'; write --colocate or --no-colocate"),
