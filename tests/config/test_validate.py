@@ -281,10 +281,10 @@ def test_a_value_that_nobody_reads_is_a_problem(right: Config, change: dict[str,
 
 
 def test_every_key_of_the_tables_is_a_setting() -> None:
+    from vime.config.ranges import ABOVE_ZERO, MAXIMA, MINIMA, value_of
     from vime.config.unread import _RULES
-    from vime.config.validate import _ABOVE_ZERO, _MAXIMA, _MINIMA, value_of
 
-    for key in [*_MINIMA, *_MAXIMA, *_ABOVE_ZERO, *(k for keys, _, _ in _RULES for k in keys)]:
+    for key in [*MINIMA, *MAXIMA, *ABOVE_ZERO, *(k for keys, _, _ in _RULES for k in keys)]:
         value_of(Config(), key)
 
 

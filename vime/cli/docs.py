@@ -12,6 +12,7 @@ import yaml
 from vime.cli.flag import Flag
 from vime.cli.vime_flags import section_classes, vime_flags
 from vime.config import hook_table
+from vime.config.ranges import bounds
 from vime.observability.metrics import as_markdown
 
 _COMING_FROM = "coming_from_slime_and_vime.md"
@@ -119,7 +120,8 @@ def _takes(flag: Flag) -> str:
         "json": "JSON",
         "weights": "NAME=NUMBER, several",
     }.get(flag.kind, flag.kind)
-    return f"{kind}, several" if flag.is_list else kind
+    kind = f"{kind}, several" if flag.is_list else kind
+    return f"{kind}, {limits}" if (limits := bounds(flag.key)) else kind
 
 
 def _default(flag: Flag) -> str:

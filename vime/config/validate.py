@@ -14,6 +14,7 @@ from typing import Any
 from vime.config import Config, RolloutConfig
 from vime.config.modes import evaluates_without_trainer, generates, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
+from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_data import check_eval_sets, check_prompts
@@ -65,7 +66,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
     )
     checks = (
         _required(config),
-        _ranges(config),
+        check_ranges(config),
         _sampling(config),
         *(() if evaluates_without_trainer(config) else of_training),
         check_reward(config, facts.reward_names, facts.rewards_without_label),
@@ -126,101 +127,6 @@ def _required(config: Config) -> Iterator[str]:
         yield f"--start-rollout-id is {start}, but the run ends before rollout {end} (--num-rollout)"
     if "lr" not in config.megatron and trains(config):
         yield "--lr is required: the learning rate, such as 1e-6"
-
-
-# The least value of each number; one that may be unset is not checked when it is.
-_MINIMA: Mapping[str, float] = {
-    "cluster.actor_num_nodes": 1,
-    "cluster.actor_num_gpus_per_node": 1,
-    "cluster.rollout_num_gpus": 1,
-    "cluster.rollout_num_gpus_per_engine": 1,
-    "cluster.num_cpus": 1,
-    "checkpoint.save_interval": 1,
-    "debug.profile_step_start": 0,
-    "debug.memory_snapshot_num_steps": 1,
-    "checkpoint.save_hf_interval": 1,
-    "checkpoint.keep_last_checkpoints": 1,
-    "checkpoint.ckpt_step": 0,
-    "data.rollout_seed": 0,
-    "data.rollout_max_prompt_len": 1,
-    "rollout.num_rollout": 0,
-    "rollout.num_epoch": 1,
-    "rollout.start_rollout_id": 0,
-    "rollout.rollout_batch_size": 0,
-    "rollout.n_samples_per_prompt": 1,
-    "rollout.over_sampling_batch_size": 1,
-    "rollout.rollout_max_response_len": 1,
-    "rollout.rollout_max_context_len": 2,
-    "rollout.rollout_concurrency": 1,
-    "reward.rm_num_workers": 1,
-    "reward.rm_memory_limit_bytes": 256 << 20,
-    "reward.rm_url_max_retries": 0,
-    "reward.rm_url_max_connections": 1,
-    "eval.eval_interval": 1,
-    "eval.n_samples_per_eval_prompt": 1,
-    "eval.eval_temperature": 0,
-    "eval.eval_min_new_tokens": 0,
-    "eval.eval_max_response_len": 1,
-    "eval.eval_max_prompt_len": 1,
-    "eval.eval_max_context_len": 2,
-    "algo.eps_clip": 0,
-    "algo.eps_clip_high": 0,
-    "algo.kl_loss_coef": 0,
-    "train.global_batch_size": 1,
-    "train.num_steps_per_rollout": 1,
-    "train.micro_batch_size": 1,
-    "train.max_tokens_per_gpu": 1,
-    "train.log_probs_max_tokens_per_gpu": 1,
-    "train.log_probs_chunk_size": 1,
-    "train.lr_decay_iters": 1,
-    "train.lr_warmup_iters": 0,
-    "train.lr_warmup_init": 0,
-    "train.seed": 0,
-    "train.distributed_timeout_minutes": 1,
-    "sync.update_weight_buffer_size": 1,
-    "sync.weight_probe_interval": 0,
-    "train.stop_window": 1,
-    "log.trace_max_mib": 1,
-}
-_MAXIMA: Mapping[str, tuple[int, str]] = {
-    "data.rollout_seed": (2**32 - 1, "numpy takes no larger seed"),
-    "train.seed": (2**32 - 1, "numpy takes no larger seed"),
-    "train.distributed_timeout_minutes": (365 * 24 * 60, "a year"),
-}
-_ABOVE_ZERO = (
-    "rollout.rollout_temperature",
-    "rollout.custom_generate_timeout_s",
-    "reward.rm_timeout_s",
-    "reward.custom_rm_timeout_s",
-    "reward.rm_url_timeout_s",
-    "sync.weight_probe_tolerance",
-    "sync.update_weight_timeout_s",
-    "log.engine_start_timeout_s",
-)
-
-
-def value_of(config: Config, key: str) -> Any:
-    """The value of a "section.field" key."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def _flag(key: str) -> str:
-    return "--" + key.split(".")[1].replace("_", "-")
-
-
-def _ranges(config: Config) -> Iterator[str]:
-    for key, least in _MINIMA.items():
-        value = value_of(config, key)
-        if value is not None and value < least:
-            yield f"{_flag(key)} is {value}, but must be at least {least}"
-    for key, (most, why) in _MAXIMA.items():
-        if value_of(config, key) > most:
-            yield f"{_flag(key)} is {value_of(config, key)}, but may be at most {most}: {why}"
-    for key in _ABOVE_ZERO:
-        value = value_of(config, key)
-        if value is not None and value <= 0:
-            yield f"{_flag(key)} is {value}, but must be above 0"
 
 
 def _sampling(config: Config) -> Iterator[str]:
