@@ -11,12 +11,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-THINGS = "0123456789"
+THINGS = "0123"
+PRICES = "6789"
 
 
 def make_line(rng: random.Random) -> dict[str, Any]:
     """One question. Prices are drawn anew for every line, so nobody can learn them by heart."""
-    prices = {thing: rng.choice("0123456789") for thing in THINGS}
+    prices = {thing: rng.choice(PRICES) for thing in THINGS}
     thing = rng.choice(THINGS)
     return {"question": f"price of {thing}:", "answer": prices[thing], "metadata": {"thing": thing, "prices": prices}}
 

@@ -48,11 +48,11 @@ async def generate(
 async def reward(config: RolloutContext, sample: Sample) -> dict[str, float]:
     """Named by --custom-rm-path, called once per sample; --reward-key chooses the part to train on.
 
-    Asking for a thing that has a price is worth a little, asking for the right one more, the right answer most: from a
-    random model's few lucky samples there is always a next step to learn.
+    Asking for a thing that has a price is worth a little, and so is saying any price; asking for the right one and
+    saying its price are worth more: from a random model's few lucky samples there is always a next step to learn.
     """
-    asked, prices = sample.metadata["asked"], sample.metadata["prices"]
+    asked, said, prices = sample.metadata["asked"], sample.metadata["said"], sample.metadata["prices"]
     asks_right = asked == sample.metadata["thing"]
-    is_right = asks_right and sample.metadata["said"] == sample.label
-    score = 0.1 * (asked in prices) + 0.4 * asks_right + 0.5 * is_right
+    is_right = asks_right and said == sample.label
+    score = 0.1 * (asked in prices) + 0.1 * (said in prices.values()) + 0.3 * asks_right + 0.5 * is_right
     return {"score": score, "asks_right": float(asks_right), "is_right": float(is_right)}

@@ -85,8 +85,8 @@ def test_a_wrong_question_earns_little_and_none_at_all_nothing(tokenizer: Any, t
     for line in lines:
         line["metadata"]["thing"] = "0"
         line["answer"] = line["metadata"]["prices"]["0"]
-    (wrong, *_) = run(tokenizer, knows_the_task(tokenizer, asks="5"), lines)
-    assert wrong.reward == {"score": 0.1, "asks_right": 0.0, "is_right": 0.0}
+    (wrong, *_) = run(tokenizer, knows_the_task(tokenizer, asks="3"), lines)
+    assert wrong.reward == {"score": 0.2, "asks_right": 0.0, "is_right": 0.0}
     (none, *_) = run(tokenizer, knows_the_task(tokenizer, asks="x"), lines)
     assert none.response.startswith("x is unknown; so ") and none.reward["score"] == 0.0  # type: ignore[index]
 
