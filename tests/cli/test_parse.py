@@ -239,3 +239,10 @@ def test_all_problems_are_collected(tmp_path: Path) -> None:
     result = given("--config", path, "--lr", "x", "--rollout-bach-size", "1", "--colocate")
     assert len(result.problems) == 4
     assert list(result.given) == ["vime.cluster.colocate"]
+
+
+def test_a_list_given_several_times_is_one_list() -> None:
+    parsed = parse(["--rollout-stop", "a", "b", "--seed", "1", "--rollout-stop", "c", "--seed", "2"], Catalogue())
+    assert not parsed.problems
+    values = {key: given.value for key, given in parsed.given.items()}
+    assert values == {"vime.rollout.rollout_stop": ["a", "b", "c"], "vime.train.seed": 2}

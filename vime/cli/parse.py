@@ -117,10 +117,31 @@ def parse(argv: Sequence[str], catalogue: Catalogue) -> Parsed:
             result.problems.append("--config needs the path of a YAML file")
         for path in words:
             _read_yaml(path, catalogue, result)
-    for name, words in groups:
+    for name, words in _joined(groups, catalogue):
         if name != "config":
             _take(name, partial(Flag.from_words, words=words), "command line", f"--{name}", catalogue, result)
     return result
+
+
+def _joined(groups: Sequence[tuple[str, list[str]]], catalogue: Catalogue) -> list[tuple[str, list[str]]]:
+    """A list given several times is one list: `--x a --x b` is `--x a b`. Of any other flag the last counts."""
+    joined: list[tuple[str, list[str]]] = []
+    at: dict[str, int] = {}
+    for name, words in groups:
+        if name in at and words and _is_list(name, catalogue):
+            joined[at[name]] = (name, joined[at[name]][1] + words)
+        else:
+            at[name] = len(joined)
+            joined.append((name, words))
+    return joined
+
+
+def _is_list(name: str, catalogue: Catalogue) -> bool:
+    try:
+        found = catalogue.find(name)
+    except ConfigError:
+        return False  # said when the flag is taken
+    return found is not None and found[0].is_list
 
 
 def _split(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
