@@ -99,7 +99,8 @@ def test_every_part_has_its_track_and_samples_share_lanes(tmp_path):
     ]
     tracer.step([at("rollout", 0, 5), at("train", 5, 9)], groups, rollout_id=4)
     first = read(path)  # whole while the run goes on
-    tracer.step([at("rollout", 9, 10)], [], [Group(9, [sample(9, [at("generate", 9, 10)])])], rollout_id=5)
+    old = Group(8, [sample(8, [at("generate", 7, 8)])])
+    tracer.step([at("rollout", 9, 10)], [old], [Group(9, [sample(9, [at("generate", 9, 10)])])], rollout_id=5)
     tracer.close()
     events = read(path)
     assert events[: len(first)] == first
@@ -109,6 +110,7 @@ def test_every_part_has_its_track_and_samples_share_lanes(tmp_path):
     lives = [named(events, f"sample {i}")[0] for i in range(3)]
     assert lives[0]["tid"] != lives[1]["tid"], "they ran at the same time"
     assert lives[2]["tid"] in {lives[0]["tid"], lives[1]["tid"]}, "a lane that is free is taken again"
+    assert named(events, "sample 8") == [], "another run made it"
     assert lives[0]["args"]["reward"] == "nan", "JSON has no NaN"
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert names == {(1, "loop"), (2, "trainer"), (4, "samples"), (5, "held-out samples")}

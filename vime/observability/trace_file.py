@@ -71,15 +71,19 @@ class RunTracer:
     def step(
         self, stages: Sequence[Span], groups: Sequence[Group] = (), evaluated: Sequence[Group] = (), **details: int
     ) -> None:
-        """Write a step: its stages, what the sources have, and the samples that were trained on or evaluated."""
+        """Write a step: its stages, what the sources have, and the samples that were trained on or evaluated.
+
+        Samples whose life ended before the step began are left out: they were read from another run's files.
+        """
         loop = [*stages]
+        since = min((s["start_s"] for s in stages), default=0.0)
         if stages:
-            start, end = min(s["start_s"] for s in stages), max(s["end_s"] for s in stages)
-            loop.append({"name": "step", "start_s": start, "end_s": end, **details})
+            end = max(s["end_s"] for s in stages)
+            loop.append({"name": "step", "start_s": since, "end_s": end, **details})
         events = self._tracks("loop", [loop])
         for process, take in self._sources.items():
             events += self._tracks(process, take())
-        events += self._samples("samples", groups) + self._samples("held-out samples", evaluated)
+        events += self._samples("samples", groups, since) + self._samples("held-out samples", evaluated, since)
         self._file.append(events)
 
     def close(self) -> None:
@@ -107,11 +111,12 @@ class RunTracer:
             events += placed
         return events
 
-    def _samples(self, process: str, groups: Sequence[Group]) -> list[Event]:
+    def _samples(self, process: str, groups: Sequence[Group], since: float) -> list[Event]:
         pid = _PROCESSES.index(process) + 1
         lanes = self._lanes.setdefault((pid, 0), Lanes())
         before = lanes.count
-        placed = lanes.place([_life(s) for g in groups for s in g.samples if s.trace], pid)
+        samples = [s for g in groups for s in g.samples if any(span["end_s"] >= since for span in s.trace)]
+        placed = lanes.place(map(_life, samples), pid)
         if not placed:
             return []
         names = [name_event(pid, tid, f"lane {tid}") for tid in range(before + 1, lanes.count + 1)]
