@@ -12,6 +12,8 @@ _KNOWN = (
     r"`torch\.distributed\.\w+` is deprecated",  # collectives called by megatron-core
     r"`load_state_dict` is deprecated",  # torch's checkpointing as megatron-core calls it, on --load
     r"Please use DTensor instead",  # the same
+    # The CUDA platform sets it; elsewhere it means nothing.
+    r"When using (sequence parallelism|async grad allreduce) it is recommended to set the environment variable CUDA_",
 )
 
 
