@@ -128,8 +128,21 @@ def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_foun
     assert json.loads(frames[1]["metadata"][0])["eval_set"] == "heldout"
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="same-layout"),
+        pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="tensor-parallel"),
+        pytest.param(("--pipeline-model-parallel-size", "2"), id="pipeline-parallel", marks=pytest.mark.slow),
+        pytest.param(("--context-parallel-size", "2"), id="context-parallel", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_goes_on_with_the_next_prompts_step_and_version(
-    finished: tuple[Path, str], run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
+    finished: tuple[Path, str],
+    run_train: Callable[..., str],
+    grpo_flags: list[str],
+    tmp_path: Path,
+    layout: tuple[str, ...],
 ) -> None:
     """Resume from the checkpoint after rollout 1 and repeat rollout 2: same prompts, same answers, same update."""
     folder = finished[0]
@@ -139,7 +152,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_step_and_version(
     output = run_train(
         *grpo_flags,
         *("--run-dir", str(tmp_path / "run"), "--num-rollout", "3", "--skip-eval-before-train"),
-        *("--load", str(saved)),
+        *("--load", str(saved), *layout, *(("--actor-num-gpus-per-node", "2") if layout else ())),
     )
     assert "next is rollout 2" in output
     (again,) = metrics_of(tmp_path / "run")
