@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from vime.config.hooks import UserFunction, raised
 from vime.errors import ConfigError, DataError
 from vime.observability.trace import add_span
 from vime.protocols import RolloutContext, SamplingParams
-from vime.rollout.generate import is_unfinished
+from vime.rollout.generate import is_unfinished, own_copy
 from vime.rollout.requests import RequestTable, TrackedEngines
 from vime.types import Group, Sample, SampleStatus
 
@@ -102,7 +101,7 @@ async def generate_by_function(
                 return [sample]
             add_span([sample], "waiting", queued)
             begin = time.time()
-            before = copy.deepcopy(sample) if requests.keeps_partial else sample
+            before = own_copy(sample) if requests.keeps_partial else sample
             engines = TrackedEngines(context.engines, requests, owner)
             result = await function.wait(
                 replace(context, engines=engines),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,6 +59,14 @@ def sampling_left(sampling: SamplingParams, sample: Sample, max_context_len: int
     if max_context_len is not None:
         left = min(left, max_context_len - len(sample.tokens))
     return replace(sampling, max_tokens=left, n=1) if left > 0 else None
+
+
+def own_copy(sample: Sample) -> Sample:
+    """A copy that a user's function cannot change through the original; the tokens are shared, being immutable."""
+    copied = copy.copy(sample)
+    for name in ("prompt", "reward", "label", "metadata", "trace"):
+        setattr(copied, name, copy.deepcopy(getattr(sample, name)))
+    return copied
 
 
 def is_unfinished(sample: Sample) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from vime.observability.trace import add_span
 from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rewards.score import score_samples
 from vime.rollout.custom_generate import GenerateFunctions, generate_by_function, mark_failed
-from vime.rollout.generate import fit_context, generate_group, is_unfinished, request_seed
+from vime.rollout.generate import fit_context, generate_group, is_unfinished, own_copy, request_seed
 from vime.rollout.requests import RequestTable, TrackedEngines
 from vime.types import Group, Sample, SampleStatus
 
@@ -103,7 +102,7 @@ class GroupRunner:
         for sample in group.samples if self._masks_old else ():
             sample.mask_response()  # what an earlier rollout has sampled
         # Users' functions may leave traces in the samples; the group that can be put back must not have them.
-        fresh = copy.deepcopy(group) if self._runs_users_code(group) else group
+        fresh = _own_copy(group) if self._runs_users_code(group) else group
         started = _Started(fresh)
         task = asyncio.get_running_loop().create_task(self._run(group, started))
         self._tasks[task] = started
@@ -204,7 +203,7 @@ class GroupRunner:
         if outcome.error is not None:
             return outcome
         if self._keeps_partial:
-            started.generated = copy.deepcopy(finished) if self._runs_users_code(finished) else finished
+            started.generated = _own_copy(finished) if self._runs_users_code(finished) else finished
         if any(is_unfinished(sample) for sample in finished.samples):
             return Outcome(finished, is_aborted=True)
         try:
@@ -282,6 +281,10 @@ def _checked(hook: UserFunction, result: object, sample: Sample) -> Sample:
         )
     result.group_id, result.trajectory_id = sample.group_id, sample.trajectory_id
     return result
+
+
+def _own_copy(group: Group) -> Group:
+    return Group(group.group_id, [own_copy(sample) for sample in group.samples])
 
 
 def _one_sample_each(group: Group) -> Group:
