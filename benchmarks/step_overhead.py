@@ -121,8 +121,10 @@ def run_offline(model: Path, prompts: Path, batches: int, result: Path) -> None:
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
 
+    from vime.config.dtype import stored_dtype
+
     hf_config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    arguments = platform.engine_arguments(hf_config, PROMPT_LEN + RESPONSE_LEN)
+    arguments = {**platform.engine_arguments(PROMPT_LEN + RESPONSE_LEN), "dtype": stored_dtype(hf_config)}
     llm = LLM(str(model), logprobs_mode="processed_logprobs", **arguments)
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [json.loads(line)["input"] for line in prompts.read_text(encoding="utf-8").splitlines()]

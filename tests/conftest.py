@@ -82,6 +82,7 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
     Each takes about 20 s and 1.5 GiB: prefer the `engine` fixture.
     """
+    from vime.config.dtype import stored_dtype
     from vime.engine.vllm.server import EngineServer
     from vime.platform.cpu import CpuPlatform
 
@@ -92,7 +93,13 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         config = json.loads((model / "config.json").read_text())
         server = EngineServer(
             str(model),
-            arguments={**platform.engine_arguments(config, 512), "max_num_seqs": 64, "seed": 0, **arguments},
+            arguments={
+                **platform.engine_arguments(512),
+                "dtype": stored_dtype(config),
+                "max_num_seqs": 64,
+                "seed": 0,
+                **arguments,
+            },
             environment={**platform.engine_environment(), "HF_HUB_OFFLINE": "1", **(environment or {})},
             key=RUN_KEY,
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",

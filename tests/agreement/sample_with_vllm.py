@@ -15,6 +15,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+from vime.config.dtype import stored_dtype
 from vime.platform.cpu import CpuPlatform
 
 
@@ -23,7 +24,7 @@ def sample(job: dict[str, Any]) -> list[dict[str, Any]]:
     config = json.loads((Path(job["model"]) / "config.json").read_text())
     llm = LLM(
         job["model"],
-        **{**CpuPlatform().engine_arguments(config, 256), "max_num_seqs": 64, "seed": 0},
+        **{**CpuPlatform().engine_arguments(256), "dtype": stored_dtype(config), "max_num_seqs": 64, "seed": 0},
         logprobs_mode="processed_logprobs",
         skip_tokenizer_init=True,
     )

@@ -124,7 +124,7 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"data__rollout_max_prompt_len": 60}, "--rollout-max-prompt-len 60 + --rollout-max-response-len 8 = 68"),
         ({"sync__update_weight_transport": "nccl"}, "--update-weight-transport is nccl, which the cpu platform"),
         ({"cluster__rollout_num_gpus": 2, "cluster__rollout_num_gpus_per_engine": 2}, "each engine on one device"),
-        ({"cluster__actor_num_nodes": 2}, "--actor-num-nodes is 2, but engines and the router listen on the loopback"),
+        ({"cluster__actor_num_nodes": 2}, "--actor-num-nodes is 2, but the Ray that is started here has one node"),
         ({"train__stop_metric": "eval/heldout"}, "--stop-metric is eval/heldout, which is not known"),
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),

@@ -2,7 +2,8 @@ import pytest
 
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
-from vime.orchestration.placement import plan_layout
+from vime.orchestration.cluster import in_device_order
+from vime.orchestration.placement import Node, Placement, place, plan_layout
 
 
 def test_separate_devices_come_after_the_trainers() -> None:
@@ -43,3 +44,68 @@ def test_a_run_without_a_trainer_has_as_many_engines_as_one_with_it() -> None:
     shared = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, colocate=True), with_engines=True, with_trainer=False)
     assert (shared.engine_devices, shared.num_devices, shared.shared) == (((0,), (1,)), 2, False)
     assert plan_layout(ClusterConfig(), with_engines=False, with_trainer=False).num_devices == 0
+
+
+def node(last: int, devices: int) -> Node:
+    return Node(f"id-{last}", f"10.0.0.{last}", devices)
+
+
+def placed(cluster: ClusterConfig, *nodes: Node) -> Placement:
+    return place(plan_layout(cluster, with_engines=True), cluster, nodes, nodes[0])
+
+
+def homes(placement: Placement) -> list[int]:
+    return [int(home.address.rpartition(".")[2]) for home in placement.nodes]
+
+
+def test_nodes_are_filled_in_the_order_of_their_addresses_the_trainer_first() -> None:
+    cluster = ClusterConfig(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=3)
+    placement = placed(cluster, node(10, 4), node(9, 2), node(2, 3))
+    assert homes(placement) == [2, 2, 9, 9, 2, 10, 10]
+    assert [placement.ranks_on_node(rank) for rank in range(4)] == [2, 2, 2, 2]
+    assert not placement.trainer_is_on_one_node
+    assert not placement.engines_share_the_senders_node
+    assert placement.host(2) == "10.0.0.9"
+
+
+def test_trainer_and_engines_on_a_node_each_when_a_node_has_one_device() -> None:
+    placement = placed(ClusterConfig(), node(1, 1), node(2, 1))
+    assert homes(placement) == [1, 2]
+    assert placement.trainer_is_on_one_node
+    assert not placement.engines_share_the_senders_node
+    assert [placement.host(device) for device in (0, 1)] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_a_run_on_the_drivers_node_alone_stays_on_the_loopback() -> None:
+    placement = placed(ClusterConfig(rollout_num_gpus=2), node(1, 3), node(2, 3))
+    assert homes(placement) == [1, 1, 1]
+    assert placement.engines_share_the_senders_node
+    assert placement.host(0) == "127.0.0.1"
+    elsewhere = place(placement.layout, ClusterConfig(), [node(2, 3)], node(1, 0))
+    assert elsewhere.host(0) == "10.0.0.2"
+
+
+def test_colocated_engines_are_where_their_ranks_are() -> None:
+    placement = placed(ClusterConfig(actor_num_nodes=2, colocate=True), node(1, 1), node(2, 1))
+    assert homes(placement) == [1, 2]
+    assert placement.layout.engine_devices == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (ClusterConfig(actor_num_nodes=2, actor_num_gpus_per_node=2), r"needs 2 node\(s\) with 2 device\(s\) each.*10"),
+        (ClusterConfig(rollout_num_gpus=4), r"needs 5 devices \(1 to train, 4 for engines\), but Ray has 10.0.0.1: 2"),
+        (
+            ClusterConfig(actor_num_nodes=2, colocate=True, rollout_num_gpus_per_engine=2),
+            "an engine of 2 devices .* would lie on two nodes",
+        ),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_described(cluster: ClusterConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(cluster, node(1, 2), node(2, 1))
+
+
+def test_the_devices_of_a_node_are_in_the_order_of_their_numbers() -> None:
+    assert in_device_order(["a", "b", "a", "b", "a"], ["10", "1", "2", "0", "0"]) == (4, 3, 2, 1, 0)

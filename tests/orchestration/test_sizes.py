@@ -27,16 +27,6 @@ def test_epochs_are_rounded_up_to_whole_rollouts() -> None:
         sizes.number_of_rollouts(config(num_epoch=2), None)
 
 
-def test_engines_serve_in_the_dtype_that_the_trainer_trains_in() -> None:
-    for megatron, checkpoint, want in (
-        ({}, {"dtype": "bfloat16"}, "bfloat16"),
-        ({}, {}, "float32"),
-        ({"bf16": True}, {"dtype": "float32"}, "bfloat16"),
-        ({"bf16": False}, {"dtype": "bfloat16"}, "float32"),
-    ):
-        assert sizes.dtype_name(Config(megatron=megatron), checkpoint) == want, (megatron, checkpoint)
-
-
 def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
     assert sizes.probe_tolerance(config(), {"dtype": "float32"}) == 1e-4
     assert sizes.probe_tolerance(config(), {"torch_dtype": "bfloat16"}) == 0.25
@@ -44,11 +34,12 @@ def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
     assert sizes.probe_tolerance(given, {"dtype": "float32"}) == 0.5
 
 
-def test_auto_takes_the_platforms_best_transport() -> None:
-    assert sizes.transport_name(config(), ("shm", "disk")) == "shm"
-    assert sizes.transport_name(Config(sync=SyncConfig(update_weight_transport="disk")), ("shm", "disk")) == "disk"
-
-
-def test_the_data_parallel_size_is_what_model_parallel_ranks_leave() -> None:
-    assert sizes.data_parallel_size(config(), 4) == 4
-    assert sizes.data_parallel_size(Config(megatron={"tensor_model_parallel_size": 2}), 4) == 2
+def test_auto_takes_the_platforms_best_transport_that_reaches_the_engines() -> None:
+    possible = ("shm", "gloo", "disk")
+    assert sizes.transport_name(config(), possible, same_node=True) == "shm"
+    assert sizes.transport_name(config(), possible, same_node=False) == "gloo"
+    for name in ("disk", "gloo"):
+        wanted = Config(sync=SyncConfig(update_weight_transport=name))
+        assert sizes.transport_name(wanted, possible, same_node=True) == name
+    with pytest.raises(ConfigError, match="is shm, but engines are on another node"):
+        sizes.transport_name(Config(sync=SyncConfig(update_weight_transport="shm")), possible, same_node=False)

@@ -7,7 +7,6 @@ import pytest
 
 from vime.config import CheckpointConfig, Config, LogConfig
 from vime.observability.run_folder import RunFolder
-from vime.orchestration.placement import plan_layout
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 
 
@@ -29,8 +28,7 @@ def test_spans_of_several_sources_share_the_track_of_their_engine(tmp_path):
 
 
 def test_a_run_without_engines_has_no_meter():
-    config = Config()
-    assert make_meter(config, plan_layout(config.cluster, with_engines=False), None, None) is None
+    assert make_meter(Config(), None, None) is None
 
 
 def test_a_resumed_run_writes_to_the_wandb_run_of_its_checkpoints(tmp_path):

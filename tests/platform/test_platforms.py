@@ -14,7 +14,6 @@ import vime.platform
 from vime.errors import ConfigError
 from vime.platform import cpu, cuda, get_platform
 from vime.platform.base import Platform
-from vime.platform.engine_defaults import engine_dtype
 
 SMI = "0, GPU-aaaa, 143771\n1, GPU-bbbb, 81559\n"
 
@@ -33,10 +32,10 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     assert platform.name == name
     assert platform.device_count() >= 0 and platform.total_memory_bytes() >= 0
     assert all(isinstance(problem, str) for problem in platform.missing())
-    arguments = platform.engine_arguments({"dtype": "bfloat16"}, 4096)
-    assert (arguments["dtype"], arguments["max_model_len"]) == ("bfloat16", 4096)
+    arguments = platform.engine_arguments(4096)
+    assert arguments["max_model_len"] == 4096 and "dtype" not in arguments
     assert arguments["enable_prefix_caching"] is True and "gpu_memory_utilization" not in arguments
-    for environment in (platform.engine_environment(), platform.trainer_environment(2)):
+    for environment in (platform.engine_environment(), platform.trainer_environment(2, "127.0.0.1")):
         assert all(isinstance(k, str) and isinstance(v, str) for k, v in environment.items())
     assert set(platform.transports) <= {"shm", "gloo", "disk"}
 
@@ -45,7 +44,7 @@ def test_engine_arguments_are_vllms_own_names() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     for name in ("cpu", "cuda"):
-        for argument in get_platform(name).engine_arguments({"dtype": "float32"}, 64):
+        for argument in get_platform(name).engine_arguments(64):
             assert argument in AsyncEngineArgs.__dataclass_fields__
 
 
@@ -107,26 +106,6 @@ def test_another_system_or_too_little_memory_is_named_with_the_remedy(monkeypatc
     problems = cpu.CpuPlatform().missing()
     assert any("aarch64" in problem and "Use a Linux machine" in problem for problem in problems)
     assert any("2.0 GiB" in problem for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        ({"dtype": "bfloat16"}, "bfloat16"),
-        ({"torch_dtype": "float32"}, "float32"),
-        ({"dtype": "torch.float16"}, "float16"),
-        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
-    ],
-)
-def test_an_engine_serves_in_the_checkpoints_dtype(config: dict[str, Any], dtype: str) -> None:
-    assert engine_dtype(config) == dtype
-
-
-def test_a_checkpoint_without_a_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names no dtype"):
-        engine_dtype({})
-    with pytest.raises(ConfigError, match="float8"):
-        engine_dtype({"dtype": "float8_e4m3fn"})
 
 
 def test_a_package_may_register_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,21 @@ def test_a_killed_writers_segment_is_removed_by_the_next_and_a_living_ones_is_no
     living.close()
 
 
+def test_a_killed_writers_bucket_is_removed_by_the_next_and_nothing_else_is(tmp_path: Path) -> None:
+    program = (
+        "import sys, os, torch; from pathlib import Path; from vime.weight_sync import disk;"
+        "w = disk.Writer(Path(sys.argv[1])); w.write([('x', torch.ones(8))], 1, 0); os.kill(os.getpid(), 9)"
+    )
+    (tmp_path / "mine.txt").write_text("x")
+    living = disk.Writer(tmp_path)
+    message = living.write(TENSORS, 1, 0)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
+    assert len(list(tmp_path.iterdir())) == 3
+    disk.Writer(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", Path(message.location["path"]).name}
+    living.close()
+
+
 def test_a_writer_that_exits_without_close_leaves_nothing(tmp_path: Path) -> None:
     program = (
         "import sys, torch; from pathlib import Path; from vime.weight_sync import shm;"

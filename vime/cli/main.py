@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": ("vime.cli.evaluate", "evaluate an HF checkpoint on held-out sets, with engines alone"),
     "config": ("vime.cli.show_config", "print the resolved configuration and where each value comes from"),
     "init-model": ("vime.cli.init_model", "make a tiny random HF checkpoint with tokenizer and chat template"),
+    "engine": ("vime.cli.engine", "serve a checkpoint for runs that use it by address"),
     "doctor": ("vime.cli.doctor", "say what this machine lacks, and how to get it"),
 }
 

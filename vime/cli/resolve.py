@@ -13,7 +13,8 @@ from vime.cli.parse import Catalogue, Parsed, parse
 from vime.cli.vime_flags import section_classes
 from vime.config import Config
 from vime.config.hf import check_files, local_checkpoint, read_model_config
-from vime.config.validate import Facts, training_ranks, validate
+from vime.config.validate import Facts, validate
+from vime.config.validate_cluster import training_ranks
 from vime.errors import ConfigError
 from vime.models import family_of
 
@@ -45,7 +46,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
     print_help(argv)
     catalogue = Catalogue()
     parsed = parse(argv, catalogue)
-    config = _build(parsed)
+    config = build_config(parsed)
     problems = list(parsed.problems)
     platform = _platform(config, problems)
     model, shape = _checkpoint(config, problems)
@@ -74,7 +75,8 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
     return Resolved(config, origin, shape)
 
 
-def _build(parsed: Parsed) -> Config:
+def build_config(parsed: Parsed) -> Config:
+    """What was given, in its sections; everything else at its default."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
     others: dict[str, Any] = {"megatron": {}, "vllm": {}, "router": {}}
     for given in parsed.given.values():
@@ -170,8 +172,8 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
 
     rollout, algo, cluster = config.rollout, config.algo, config.cluster
     fill("cluster", "platform", platform.name, PLATFORM)
-    fill("sync", "update_weight_transport", platform.transports[0], PLATFORM)
-    fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
+    if not cluster.rollout_external_engine_addrs:
+        fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
     positions = int(model.get("max_position_embeddings") or 2048)
     fill("rollout", "rollout_max_context_len", positions, CHECKPOINT)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt

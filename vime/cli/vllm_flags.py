@@ -45,6 +45,8 @@ OWNED = {
     "enable_sleep_mode": "engines keep their memory; bound it by --vllm-gpu-memory-utilization",
     "skip_tokenizer_init": "vime needs the tokenizer for stop strings and response texts",
     "runner": "always generate",
+    "dtype": "engines serve in the dtype that is trained in: the checkpoint's, or --bf16 or --no-bf16",
+    "quantization": "engines serve the weights that are trained, unquantized; anything else samples another policy",
 }
 
 # Flags of vLLM's server, which are no engine arguments.

@@ -23,6 +23,12 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = setting(1, "devices of one engine (its tensor parallel size)")
     colocate: bool = setting(False, "trainer and engines share the devices")
     ray_address: str | None = setting(None, "join this Ray cluster ('auto' or host:port); default: start one here")
+    rollout_external_engine_addrs: list[str] = setting(
+        [], "host:port of each engine that `vime engine` already serves; the run starts none and leaves them running"
+    )
+    rollout_external_engine_key_file: str | None = setting(
+        None, "file (mode 0600) with the key of those engines; required with them"
+    )
     num_cpus: int | None = setting(None, "CPU cores Ray may use when it is started here; default: all")
 
 

@@ -159,6 +159,16 @@ _RULES: tuple[Rule, ...] = (
         "add --use-wandb",
     ),
     (("log.trace_max_mib",), lambda c: not c.log.trace, "add --trace"),
+    (
+        ("cluster.rollout_num_gpus", "cluster.rollout_num_gpus_per_engine", "log.engine_start_timeout_s"),
+        lambda c: bool(c.cluster.rollout_external_engine_addrs),
+        "--rollout-external-engine-addrs brings engines that run already",
+    ),
+    (
+        ("cluster.rollout_external_engine_key_file",),
+        lambda c: not c.cluster.rollout_external_engine_addrs,
+        "add --rollout-external-engine-addrs",
+    ),
     (("sync.weight_probe_tolerance",), lambda c: c.sync.weight_probe_interval == 0, "set --weight-probe-interval"),
     (
         ("cluster.num_cpus",),

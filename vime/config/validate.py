@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
-from vime.config.modes import evaluates_without_trainer, generates, reads_prompts, trains
+from vime.config.modes import evaluates_without_trainer, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.validate_checkpoint import check_checkpoints
+from vime.config.validate_cluster import check_cluster, training_ranks
 from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
 from vime.config.validate_eval import check_evaluation
@@ -72,7 +73,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_reward(config, facts.reward_names, facts.rewards_without_label),
         check_optimizer(config),
         check_stop_rule(config, facts.metric_problem),
-        _platform(config, facts),
+        check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
         check_paths(config),
@@ -89,11 +90,6 @@ def validate(config: Config, facts: Facts) -> list[str]:
         unread_settings(config, facts.explicit),
     )
     return [problem for check in checks for problem in check]
-
-
-def training_ranks(config: Config) -> int:
-    """Processes that train."""
-    return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
 
 
 def refuse_what_the_trainer_cannot_do(
@@ -226,38 +222,4 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "
             "more, or --disable-rewards-normalization"
-        )
-
-
-def _platform(config: Config, facts: Facts) -> Iterator[str]:
-    cluster, wanted = config.cluster, config.sync.update_weight_transport
-    if cluster.actor_num_nodes > 1:
-        yield (
-            f"--actor-num-nodes is {cluster.actor_num_nodes}, but engines and the router listen on the loopback "
-            "address, so a run stays on one node; use 1"
-        )
-    if wanted != "auto" and wanted not in facts.transports:
-        yield (
-            f"--update-weight-transport is {wanted}, which the {facts.platform} platform cannot do; "
-            f"use one of {', '.join(facts.transports)}, or auto"
-        )
-    if not generates(config):
-        return
-    per_engine = cluster.rollout_num_gpus_per_engine
-    ranks = training_ranks(config)
-    engines = cluster.rollout_num_gpus
-    if engines is None:
-        engines = ranks if cluster.colocate else 1
-    if per_engine > 1:
-        yield (
-            f"--rollout-num-gpus-per-engine is {per_engine}, but this version starts each engine on one device; use 1 "
-            "and as many engines as devices (--rollout-num-gpus)"
-        )
-    if not trains(config):
-        ranks = 0
-    needed = max(ranks, engines) if cluster.colocate else ranks + engines
-    if facts.devices is not None and needed > facts.devices:
-        yield (
-            f"the run needs {needed} devices ({ranks} to train, {engines} for engines"
-            f"{', shared' if cluster.colocate else ''}), but this node has {facts.devices}; use fewer, or --colocate"
         )

@@ -1,4 +1,4 @@
-"""Ray: started here with token authentication on the loopback, or joined; and the placement group of a layout."""
+"""Ray: started here with token authentication on the loopback, or joined; and the devices of a run, reserved."""
 
 from __future__ import annotations
 
@@ -6,30 +6,39 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
-from vime.orchestration.placement import Layout
+from vime.orchestration.placement import Layout, Node, Placement, place
 from vime.platform.base import Platform
 
+_log = logging.getLogger(__name__)
+
 _OBJECT_STORE_BYTES = 1 << 30  # a local run's batches are megabytes; Ray's default is 30 % of the memory
+_RESERVE_TIMEOUT_S = 300.0
 
 
 @contextmanager
-def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> Iterator[None]:
+def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     """Connect to Ray for the duration of a run.
 
     Without --ray-address a single-node cluster is started and ended here, guarded by a token (ray_environment.py).
+    Raises: ConfigError if there is no cluster to join.
     """
     if cluster.ray_address is None:
         options: dict[str, Any] = {
+            "address": "local",  # never a cluster that happens to run on this machine
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
             "object_store_memory": _OBJECT_STORE_BYTES,
@@ -39,41 +48,117 @@ def ray_cluster(cluster: ClusterConfig, platform: Platform, layout: Layout) -> I
         options = {"address": cluster.ray_address}
     # Workers are spawned with the driver's module path, so that hooks given by dotted path import there too.
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
-    ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    try:
+        ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    except (ConnectionError, RuntimeError) as error:
+        if cluster.ray_address is None:
+            raise
+        raise ConfigError(
+            f"--ray-address {cluster.ray_address}: no cluster answers there ({str(error).partition(chr(10))[0]}); see "
+            "docs/multi_node.md for `ray start`, and that this process has the cluster's token"
+        ) from error
     # ray.init takes SIGTERM to print a stack and die at once, which would leave the run's processes to find out.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt_once)
     try:
-        if (nodes := sum(node["Alive"] for node in ray.nodes())) > 1:  # type: ignore[no-untyped-call]
-            raise ConfigError(
-                f"--ray-address: that cluster has {nodes} nodes, but engines and the router listen on the loopback "
-                "address, so a run stays on one node; join a cluster of one"
-            )
-        have = ray.cluster_resources().get(platform.ray_resource, 0)  # type: ignore[no-untyped-call]
-        if have < layout.num_devices:
-            raise ConfigError(
-                f"the run needs {layout.num_devices} {platform.ray_resource} devices "
-                f"({len(layout.trainer_devices)} to train, {sum(map(len, layout.engine_devices))} to generate), "
-                f"Ray has {have:g}; use --colocate or fewer of --actor-num-gpus-per-node and --rollout-num-gpus"
-            )
         yield
     finally:
         ray.shutdown()
 
 
-def create_placement_group(platform: Platform, layout: Layout) -> Any:
-    """Reserve one bundle per device, packed on as few nodes as possible. Blocks until it is there.
+def plan_placement(cluster: ClusterConfig, platform: Platform, layout: Layout) -> Placement:
+    """The node of every device of the run, on free devices where there are enough.
 
-    Returns: None where nothing is to be placed (supervised samples alone).
+    Raises: ConfigError when the cluster is too small.
     """
-    if not layout.num_devices:
-        return None
-    bundle = {platform.ray_resource: 1.0}
-    if platform.ray_resource != "CPU":
-        bundle["CPU"] = 1.0
-    group = placement_group([dict(bundle) for _ in range(layout.num_devices)], strategy="PACK")
-    ray.get(group.ready(), timeout=300)
-    return group
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    here = ray.get_runtime_context().get_node_id()
+    totals = {node["NodeID"]: node["Resources"] for node in alive}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+    nodes = [Node(i, addresses[i], _devices(platform, resources)) for i, resources in totals.items()]
+    driver = next(node for node in nodes if node.node_id == here)
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    unused = [Node(i, addresses[i], _devices(platform, free[i])) for i in totals if i in free]
+    try:
+        return place(layout, cluster, unused, driver)
+    except ConfigError:
+        # Somebody uses what is missing, or used it a moment ago: wait for it, where there is enough at all.
+        return place(layout, cluster, nodes, driver)
+
+
+def _devices(platform: Platform, resources: dict[str, float]) -> int:
+    return int(min(resources.get(name, 0) for name in _bundle(platform)))
+
+
+def _bundle(platform: Platform) -> dict[str, float]:
+    """What one device takes of Ray's resources."""
+    return {platform.ray_resource: 1.0, "CPU": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The devices of a run, held."""
+
+    group: Any
+    bundles: tuple[int, ...]
+    """Bundle of each device."""
+
+    def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
+        """Where an actor on this device is to run."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[device])
+
+
+def reserve(platform: Platform, placement: Placement) -> Reservation:
+    """Reserve one bundle per device on its node. Blocks until all are there.
+
+    Raises: ConfigError if somebody else keeps them.
+    """
+    count = placement.layout.num_devices
+    if not count:
+        return Reservation(None, ())
+    group = placement_group(
+        [_bundle(platform) for _ in range(count)],
+        bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in placement.nodes],
+    )
+    try:
+        ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
+    except GetTimeoutError as error:
+        raise ConfigError(
+            f"{count} devices exist, but others held some of them for {_RESERVE_TIMEOUT_S:.0f} s; `ray status` lists "
+            "what is in use. Wait for it to end, or join another cluster"
+        ) from error
+    if platform.ray_resource == "CPU":
+        return Reservation(group, tuple(range(count)))
+    bundles = tuple(range(count))
+    numbers = _device_numbers(platform, Reservation(group, bundles))
+    return Reservation(group, in_device_order([node.node_id for node in placement.nodes], numbers))
+
+
+def in_device_order(nodes: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
+    """Which bundle each device is, so that a node's devices are in the order of their numbers.
+
+    Args: nodes, numbers: node and device number of each bundle, as Ray chose them.
+    """
+    order = list(range(len(nodes)))
+    for node in set(nodes):
+        places = [i for i in order if nodes[i] == node]
+        ranked = sorted(places, key=lambda i: (int(numbers[i]) if numbers[i].isdigit() else 0, numbers[i]))
+        for place_, bundle in zip(places, ranked, strict=True):
+            order[place_] = bundle
+    return tuple(order)
+
+
+def _device_numbers(platform: Platform, reservation: Reservation) -> list[str]:
+    @ray.remote(num_cpus=0)
+    def number() -> str:
+        return str(ray.get_runtime_context().get_accelerator_ids()[platform.ray_resource][0])
+
+    claim = {"num_gpus": 1} if platform.ray_resource == "GPU" else {"resources": {platform.ray_resource: 1}}
+    calls = [
+        number.options(**claim, scheduling_strategy=reservation.strategy(device)).remote()
+        for device in reservation.bundles
+    ]
+    return list(ray.get(calls))
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.observability.engine_stats import EngineStats
-from vime.orchestration import sizes
-from vime.orchestration.placement import Layout
+from vime.orchestration.cluster import Reservation
+from vime.orchestration.engine_settings import engine_arguments
+from vime.orchestration.placement import Placement
 from vime.orchestration.workers import start_engine_workers, wait_all
 from vime.platform.base import Platform
 
@@ -37,25 +38,19 @@ class EngineFleet:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
-        placement_group: Any,
+        placement: Placement,
+        reservation: Reservation,
         platform: Platform,
         *,
         hf_path: str,
         hf_config: Mapping[str, Any],
-        max_model_len: int,
         key: str,
         log_dir: Path,
     ) -> None:
         self._config, self._key, self._log_dir = config, key, log_dir
-        self._workers = start_engine_workers(layout, placement_group, platform)
-        arguments = {
-            **platform.engine_arguments(hf_config, max_model_len),
-            "dtype": sizes.dtype_name(config, hf_config),
-            "tensor_parallel_size": config.cluster.rollout_num_gpus_per_engine,
-            "seed": config.data.rollout_seed,
-            **config.vllm,
-        }
+        self._num_devices = sum(map(len, placement.layout.engine_devices))
+        self._workers = start_engine_workers(placement, reservation, platform)
+        arguments = engine_arguments(config, platform, hf_config)
         self._starts = [
             w.start.remote(
                 model=hf_path,
@@ -63,6 +58,7 @@ class EngineFleet:
                 environment=platform.engine_environment(),
                 key=key,
                 log_path=log_dir / f"engine_{i}.log",
+                host=placement.host(placement.layout.engine_devices[i][0]),
             )
             for i, w in enumerate(self._workers)
         ]
@@ -78,22 +74,18 @@ class EngineFleet:
         waits = {w.wait_ready.remote(timeout_s): f"engine {i}" for i, w in enumerate(self._workers)}
         wait_all(waits, died=EngineDead)
         self.engines = [VllmEngine(url, self._key) for url in urls]
-        self._router = RouterProcess(
-            urls, key=self._key, settings=self._config.router, log_path=self._log_dir / "router.log"
-        )
-        self._router.start()
-        self._router.wait_ready()
+        self._router = start_router(urls, self._key, self._config, self._log_dir)
         connections = self._config.rollout.rollout_concurrency
         return RouterClient(self._router.url, urls, self._key, max_connections=connections)
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of all engines."""
+        return self._num_devices
+
     def stats(self) -> list[EngineStats] | None:
-        """What each engine has done so far; None, with a warning, if one does not say: metrics end no run."""
-        try:
-            with ThreadPoolExecutor(max(1, len(self.engines))) as pool:
-                return list(pool.map(VllmEngine.stats, self.engines))
-        except EngineError as error:
-            _log.warning("no figures of the engines for this rollout: %s", error)
-            return None
+        """See `read_stats`."""
+        return read_stats(self.engines)
 
     def check_alive(self) -> None:
         """Raises: EngineDead naming the engines whose process is gone, or the router."""
@@ -116,6 +108,28 @@ class EngineFleet:
             except RayError as error:
                 # A server whose owner is gone ends by itself, and Ray's shutdown ends the owner.
                 _log.warning("engine %d could not be asked to stop: %s", number, error)
+
+
+def read_stats(engines: Sequence[VllmEngine]) -> list[EngineStats] | None:
+    """What each engine has done so far; None, with a warning, if one does not say: metrics end no run."""
+    try:
+        with ThreadPoolExecutor(max(1, len(engines))) as pool:
+            return list(pool.map(VllmEngine.stats, engines))
+    except EngineError as error:
+        _log.warning("no figures of the engines for this rollout: %s", error)
+        return None
+
+
+def start_router(urls: Sequence[str], key: str, config: Config, log_dir: Path) -> RouterProcess:
+    """A router in front of engines that serve, ready."""
+    router = RouterProcess(urls, key=key, settings=config.router, log_path=log_dir / "router.log")
+    router.start()
+    try:
+        router.wait_ready()
+    except BaseException:
+        router.stop()
+        raise
+    return router
 
 
 def _answers_alive(call: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from vime.config import Config, modes
+from vime.config.dtype import run_dtype
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
 from vime.engine.vllm.client import RouterClient
@@ -35,14 +36,17 @@ from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
 from vime.observability.writers import MetricWriter
 from vime.orchestration import resume, sizes
-from vime.orchestration.cluster import create_placement_group, ray_cluster
+from vime.orchestration.cluster import Reservation, plan_placement, ray_cluster, reserve
 from vime.orchestration.data import build_source, check_data, probe_prompts
 from vime.orchestration.engines import EngineFleet
+from vime.orchestration.external import ExternalFleet, Fleet
 from vime.orchestration.no_engines import NoEngines
-from vime.orchestration.placement import Layout, plan_layout
+from vime.orchestration.placement import Layout, Placement, describe, plan_layout
+from vime.orchestration.route import route_weights
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
+from vime.platform.base import Platform
 from vime.protocols import DataSource, Engine, Engines, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
@@ -65,8 +69,6 @@ class _Run:
     folder: RunFolder
     progress: RunProgress
     generates: bool
-    transport: str | None
-    """How weights travel; None where there are no engines."""
     checkpoint: Checkpoint | None
     """Where the run goes on; None from the start."""
     start: int
@@ -88,19 +90,19 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
     hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
     hf_config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     generates = modes.generates(config)
+    external = bool(config.cluster.rollout_external_engine_addrs)
     checkpoint = resume.checkpoint_to_load(config)
     plan = _Run(
         config=config,
         hf_path=hf_path,
         hf_config=hf_config,
-        layout=plan_layout(config.cluster, with_engines=generates, with_trainer=modes.trains(config)),
+        layout=plan_layout(config.cluster, with_engines=generates and not external, with_trainer=modes.trains(config)),
         folder=folder,
         progress=progress,
         generates=generates,
-        transport=sizes.transport_name(config, platform.transports) if generates else None,
         checkpoint=checkpoint,
         start=resume.first_rollout(config, checkpoint),
-        kept_settings=settings_to_keep(config, hf_config, dtype=sizes.dtype_name(config, hf_config)),
+        kept_settings=settings_to_keep(config, hf_config, dtype=run_dtype(config.megatron, hf_config)),
     )
     progress.message("checking the data")
     rows = check_data(config)
@@ -108,11 +110,21 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
     replayed = resume.replayed_rollouts(config, plan.start)
     with ExitStack() as stack:
         stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
+        fleet: Fleet | None = None
+        if generates and external:
+            fleet = ExternalFleet(config, hf_config=plan.hf_config, log_dir=folder.path / "logs")
+            stack.callback(fleet.close)
         progress.message("starting Ray")
-        stack.enter_context(ray_cluster(config.cluster, platform, plan.layout))
-        group = create_placement_group(platform, plan.layout)
+        stack.enter_context(ray_cluster(config.cluster, plan.layout))
+        placement = plan_placement(config.cluster, platform, plan.layout)
+        route = None
+        if generates and plan.layout.trainer_devices:
+            route = route_weights(config, placement, platform.transports, fleet)
+            progress.message(describe(placement, route.transport))
+        reservation = reserve(platform, placement)
         progress.message(_what_starts(plan.layout))
-        fleet = _start_fleet(plan, platform, group, stack) if generates else None
+        if generates and fleet is None:
+            fleet = _start_fleet(plan, platform, placement, reservation, stack)
         writer = stack.enter_context(closing(make_writer(config, folder)))
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
         source = build_source(config, rows, tokenizer)
@@ -122,7 +134,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         if not plan.layout.trainer_devices:
             client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
             context = _hook_context(plan, client, tokenizer, stack)
-            stage = RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
+            stage = RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
             recorder = _recorder(plan, writer, stack, rollout=stage)
             with _naming_the_dead(fleet):
                 if modes.evaluates_only(config):
@@ -133,12 +145,12 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             return
         trainer = TrainerGroup(
             config,
-            plan.layout,
-            group,
+            placement,
+            reservation,
             platform,
             hf_path=str(hf_path),
             total_steps=num_rollout * sizes.steps_per_rollout(config),
-            route=_route(plan),
+            route=route,
         )
         stack.callback(trainer.close)
         trainer.start()
@@ -149,9 +161,9 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         if checkpoint is not None:
             progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
         context = _hook_context(plan, client, tokenizer, stack)
-        rollout = replayed or RolloutStage(context, source, eval_sets, make_meter(config, plan.layout, fleet, client))
+        rollout = replayed or RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
         keeper = _keeper(plan, trainer, source, stop)
-        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, source, stack)
+        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, stack)
         with _naming_the_dead(fleet):
             recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
             last = _loop(plan, stages, recorder, stop, num_rollout)
@@ -160,7 +172,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
 
 
 @contextmanager
-def _naming_the_dead(fleet: EngineFleet | None) -> Iterator[None]:
+def _naming_the_dead(fleet: Fleet | None) -> Iterator[None]:
     """An engine that died is the better explanation for what failed because of it."""
     try:
         yield
@@ -170,22 +182,16 @@ def _naming_the_dead(fleet: EngineFleet | None) -> Iterator[None]:
         raise
 
 
-def _route(plan: _Run) -> Route | None:
-    if plan.transport is None:
-        return None
-    readers = sum(map(len, plan.layout.engine_devices))
-    return Route(transport=plan.transport, host="127.0.0.1", num_readers=readers)
-
-
-def _start_fleet(plan: _Run, platform: Any, group: Any, stack: ExitStack) -> EngineFleet:
+def _start_fleet(
+    plan: _Run, platform: Platform, placement: Placement, reservation: Reservation, stack: ExitStack
+) -> EngineFleet:
     fleet = EngineFleet(
         plan.config,
-        plan.layout,
-        group,
+        placement,
+        reservation,
         platform,
         hf_path=str(plan.hf_path),
         hf_config=plan.hf_config,
-        max_model_len=sizes.max_model_len(plan.config, plan.hf_config),
         key=secrets.token_urlsafe(32),
         log_dir=plan.folder.path / "logs",
     )
@@ -216,19 +222,20 @@ def _build_stages(
     rollout: Rollout,
     trainer: TrainerGroup,
     keeper: CheckpointKeeper,
-    fleet: EngineFleet | None,
+    fleet: Fleet | None,
     client: RouterClient | None,
+    route: Route | None,
     source: DataSource,
     stack: ExitStack,
 ) -> Stages:
     config = plan.config
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
-    if fleet is not None and client is not None and plan.transport is not None:
+    if fleet is not None and client is not None and route is not None:
         publisher = sync = WeightSync(
             trainer,
             engines,
-            transport=plan.transport,
+            transport=route.transport,
             probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),

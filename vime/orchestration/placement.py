@@ -1,8 +1,10 @@
-"""Which devices train and which generate: a pure plan, then a Ray placement group."""
+"""Which devices train and which generate, and on which nodes: pure plans."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
@@ -46,3 +48,107 @@ def plan_layout(cluster: ClusterConfig, *, with_engines: bool, with_trainer: boo
         tuple(range(first + e * per_engine, first + (e + 1) * per_engine)) for e in range(devices // per_engine)
     )
     return Layout(max(len(trainer), first + devices), trainer, engines, shared=cluster.colocate and with_trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the Ray cluster."""
+
+    node_id: str
+    address: str
+    """Where the other nodes reach it."""
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A layout on nodes."""
+
+    layout: Layout
+    nodes: tuple[Node, ...]
+    """The node of each device."""
+    driver: Node
+    """Where this process and the router run."""
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether all of the run, the driver included, is on one node."""
+        return {node.node_id for node in self.nodes} <= {self.driver.node_id}
+
+    def host(self, device: int) -> str:
+        """The address that servers on this device's node listen on: the loopback's where nobody else needs them."""
+        return "127.0.0.1" if self.is_on_one_node else self.nodes[device].address
+
+    def ranks_on_node(self, rank: int) -> int:
+        """Training ranks that share a node with this one, itself included."""
+        home = self.nodes[self.layout.trainer_devices[rank]].node_id
+        return sum(self.nodes[device].node_id == home for device in self.layout.trainer_devices)
+
+    @property
+    def trainer_is_on_one_node(self) -> bool:
+        """Whether all training ranks share a file system for certain."""
+        return len({self.nodes[device].node_id for device in self.layout.trainer_devices}) <= 1
+
+    @property
+    def engines_share_the_senders_node(self) -> bool:
+        """Whether shared memory reaches from training rank 0 to every engine."""
+        sender = self.nodes[self.layout.trainer_devices[0]].node_id
+        return all(self.nodes[device].node_id == sender for engine in self.layout.engine_devices for device in engine)
+
+
+def place(layout: Layout, cluster: ClusterConfig, nodes: Sequence[Node], driver: Node) -> Placement:
+    """Give every device of the layout a node: in the order of their addresses, the trainer first, then the engines.
+
+    Args: nodes: of the Ray cluster, with the devices that may be used.
+    Raises: ConfigError when the nodes are too few or too small.
+    """
+    order = sorted(nodes, key=lambda node: (ip_address(node.address), node.node_id))
+    free = {node.node_id: node.num_devices for node in order}
+    homes: dict[int, Node] = {}
+
+    def take(devices: Sequence[int], candidates: Sequence[Node]) -> bool:
+        for node in candidates:
+            if free[node.node_id] >= len(devices):
+                free[node.node_id] -= len(devices)
+                homes.update(dict.fromkeys(devices, node))
+                return True
+        return False
+
+    have = ", ".join(f"{node.address}: {node.num_devices}" for node in order) or "none"
+    per_node = cluster.actor_num_gpus_per_node
+    for first in range(0, len(layout.trainer_devices), per_node):
+        used = {node.node_id for node in homes.values()}
+        if not take(
+            layout.trainer_devices[first : first + per_node], [node for node in order if node.node_id not in used]
+        ):
+            raise ConfigError(
+                f"the trainer needs {cluster.actor_num_nodes} node(s) with {per_node} device(s) each "
+                f"(--actor-num-nodes, --actor-num-gpus-per-node), but Ray has {have}"
+            )
+    for engine in layout.engine_devices:
+        new = [device for device in engine if device not in homes]
+        if new and not take(new, order):
+            raise ConfigError(
+                f"the run needs {layout.num_devices} devices ({len(layout.trainer_devices)} to train, "
+                f"{sum(map(len, layout.engine_devices))} for engines{', shared' if layout.shared else ''}), but Ray "
+                f"has {have}; use --colocate or fewer of --actor-num-gpus-per-node and --rollout-num-gpus"
+            )
+        if len({homes[device].node_id for device in engine}) > 1:
+            raise ConfigError(
+                f"an engine of {len(engine)} devices (--rollout-num-gpus-per-engine) would lie on two nodes; choose "
+                "--actor-num-gpus-per-node as a multiple of it"
+            )
+    return Placement(layout, tuple(homes[device] for device in range(layout.num_devices)), driver)
+
+
+def describe(placement: Placement, transport: str) -> str:
+    """One line on what runs where, for whoever watches the run."""
+
+    def at(devices: Sequence[int]) -> str:
+        return ", ".join(dict.fromkeys(placement.nodes[device].address for device in devices))
+
+    engines = [device for engine in placement.layout.engine_devices for device in engine]
+    return (
+        f"trainer on {at(placement.layout.trainer_devices)}; engines on {at(engines) or 'their own'}; router on "
+        f"{placement.driver.address}; weights travel by {transport}"
+    )

@@ -7,6 +7,7 @@ import secrets
 import sys
 
 from vime.config import ClusterConfig
+from vime.errors import ConfigError
 
 
 def prepare(cluster: ClusterConfig) -> None:
@@ -14,7 +15,13 @@ def prepare(cluster: ClusterConfig) -> None:
 
     A cluster that is started here demands a random token of every caller: its servers listen on every interface, which
     Ray cannot change. To join one, its own token settings are left as the user has them.
+    Raises: ConfigError if the environment names a cluster that the settings do not.
     """
+    if cluster.ray_address is None and (elsewhere := os.environ.get("RAY_ADDRESS")):
+        raise ConfigError(
+            f"RAY_ADDRESS is {elsewhere} (`ray job submit` sets it), but --ray-address is not given; add --ray-address "
+            "auto to run on that cluster, or unset RAY_ADDRESS to start Ray here"
+        )
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token" and cluster.ray_address is None:
         raise RuntimeError("Ray was imported before its token authentication could be switched on")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config
+from vime.config.dtype import run_dtype
 from vime.config.eval_sets import eval_sets
 from vime.config.modes import evaluates_without_trainer
 from vime.config.parallel import parallel_sizes
@@ -14,18 +15,10 @@ from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE
 
 
-def dtype_name(config: Config, hf_config: Mapping[str, Any]) -> str:
-    """What the model is trained and served in: "float32" or "bfloat16"."""
-    bf16 = config.megatron.get("bf16")
-    if bf16 is not None:
-        return "bfloat16" if bf16 else "float32"  # as the trainer reads --bf16 and --no-bf16
-    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
 def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
     """Nats; --weight-probe-tolerance or the dtype's."""
     wanted = config.sync.weight_probe_tolerance
-    return wanted if wanted is not None else DEFAULT_TOLERANCE[dtype_name(config, hf_config)]
+    return wanted if wanted is not None else DEFAULT_TOLERANCE[run_dtype(config.megatron, hf_config)]
 
 
 def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:
@@ -73,7 +66,18 @@ def number_of_rollouts(config: Config, epoch_size: int | None) -> int:
     return math.ceil((rollout.num_epoch or 0) * epoch_size / rollout.rollout_batch_size)
 
 
-def transport_name(config: Config, possible: Sequence[str]) -> str:
-    """--update-weight-transport, or the platform's best."""
+def transport_name(config: Config, possible: Sequence[str], *, same_node: bool) -> str:
+    """--update-weight-transport, or the platform's best for where trainer and engines are.
+
+    Args: same_node: whether shared memory reaches from the sender to every engine.
+    Raises: ConfigError if shared memory is wanted where it does not reach.
+    """
     wanted = config.sync.update_weight_transport
-    return possible[0] if wanted == "auto" else wanted
+    if wanted == "shm" and not same_node:
+        raise ConfigError(
+            "--update-weight-transport is shm, but engines are on another node than training rank 0; use gloo, or disk "
+            "with --update-weight-disk-dir on a shared file system"
+        )
+    if wanted != "auto":
+        return wanted
+    return next(name for name in possible if same_node or name != "shm")

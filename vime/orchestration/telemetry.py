@@ -14,16 +14,13 @@ from vime.observability.trace import Span
 from vime.observability.trace_file import RunTracer, TraceFile
 from vime.observability.wandb_writer import WandbWriter, find_run_id
 from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
-from vime.orchestration.engines import EngineFleet
-from vime.orchestration.placement import Layout
+from vime.orchestration.external import Fleet
 from vime.rollout.meter import RolloutMeter
 
 _MIB = 1 << 20
 
 
-def make_meter(
-    config: Config, layout: Layout, fleet: EngineFleet | None, client: RouterClient | None
-) -> RolloutMeter | None:
+def make_meter(config: Config, fleet: Fleet | None, client: RouterClient | None) -> RolloutMeter | None:
     """Measures rollouts; None where there are no engines."""
     if fleet is None or client is None:
         return None
@@ -31,7 +28,7 @@ def make_meter(
         read_stats=fleet.stats,
         num_requests=lambda: client.counters["requests"] + sum(engine.num_probes for engine in fleet.engines),
         activity=client.activity,
-        num_devices=sum(map(len, layout.engine_devices)),
+        num_devices=fleet.num_devices,
         version=lambda: client.version,
         reward_key=config.reward.reward_key,
     )

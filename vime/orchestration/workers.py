@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.config import Config
-from vime.errors import TrainingError, VimeError
+from vime.errors import ConfigError, TrainingError, VimeError
 from vime.observability.trace import Span
-from vime.orchestration.placement import Layout
+from vime.orchestration.cluster import Reservation
+from vime.orchestration.placement import Layout, Placement
 from vime.platform import get_platform
 from vime.platform.base import Platform
 from vime.protocols import BucketWriter
@@ -30,7 +32,12 @@ _SHARE = 0.4
 
 
 class TrainerWorker:
-    """One training rank. Created by `TrainerGroup`; every method is collective over the ranks."""
+    """One training rank. Created by `TrainerGroup`; every method is collective over the ranks.
+
+    Args:
+        host: the address at which the other ranks reach this one.
+        ranks_on_node: training ranks on this node.
+    """
 
     def __init__(
         self,
@@ -42,21 +49,32 @@ class TrainerWorker:
         world_size: int,
         total_steps: int,
         route: Route | None,
-        environment: Mapping[str, str],
+        host: str,
+        ranks_on_node: int,
     ) -> None:
-        os.environ.update(environment)  # thread counts: must be set before torch is imported
-        self._config, self._hf_path, self._route = config, hf_path, route
         self._platform = get_platform(platform_name)
+        # Thread counts and interfaces: must be set before torch is imported.
+        os.environ.update(self._platform.trainer_environment(ranks_on_node, host))
+        self._config, self._hf_path, self._route, self._host = config, hf_path, route, host
         self._rank, self._world_size, self._total_steps = rank, world_size, total_steps
         self._trainer: Any = None
+        self._store: Any = None
         self._writer: BucketWriter | None = None
         self._buckets: Iterator[BucketMessage | None] | None = None
 
-    def setup(self, meeting_file: str) -> None:
+    def open_store(self) -> int:
+        """Serve the store at which ranks on several nodes meet, on this node's address. Returns: its port."""
+        from vime.weight_sync.gloo import bound_store
+
+        self._store, port = bound_store(self._host, self._timeout)
+        return port
+
+    def setup(self, meeting: str | tuple[str, int]) -> None:
         """Join the other ranks and build the model. Called once, on all ranks at the same time.
 
-        A file to meet at, because torch's TCP store would listen on every interface and ask nobody for a key.
+        Args: meeting: on one node a file's path, which nobody else can reach; on several the store's host and port.
         """
+        require_folder(self._hf_path)
         from vime.trainer.megatron.known_warnings import silence
 
         silence()
@@ -71,10 +89,21 @@ class TrainerWorker:
             platform=self._platform,
             rank=self._rank,
             world_size=self._world_size,
-            init_method=f"file://{meeting_file}",
+            init_method=f"file://{meeting}" if isinstance(meeting, str) else self._join_store(*meeting),
             total_steps=self._total_steps,
             writer=self._writer,
         )
+
+    def _join_store(self, host: str, port: int) -> Any:
+        if self._store is None:
+            from vime.weight_sync.gloo import joined_store
+
+            self._store = joined_store(host, port, self._timeout)
+        return self._store
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(minutes=self._config.train.distributed_timeout_minutes)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the trainer."""
@@ -127,8 +156,8 @@ class TrainerGroup:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
-        placement_group: Any,
+        placement: Placement,
+        reservation: Reservation,
         platform: Platform,
         *,
         hf_path: str,
@@ -137,33 +166,33 @@ class TrainerGroup:
     ) -> None:
         self._setups: list[Any] = []
         self._is_usable = False
+        self._placement = placement
         self._meeting = tempfile.TemporaryDirectory(prefix="vime-ranks-")
-        world = len(layout.trainer_devices)
-        share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
-        claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
+        devices = placement.layout.trainer_devices
         self._workers: list[Any] = [
             ray.remote(TrainerWorker)
-            .options(
-                **claim,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=d),
-            )
+            .options(**_claim(platform, placement.layout), scheduling_strategy=reservation.strategy(device))
             .remote(
                 config,
                 platform_name=platform.name,
                 hf_path=hf_path,
                 rank=rank,
-                world_size=world,
+                world_size=len(devices),
                 total_steps=total_steps,
                 route=route,
-                environment=platform.trainer_environment(world),
+                host=placement.host(device),
+                ranks_on_node=placement.ranks_on_node(rank),
             )
-            for rank, d in enumerate(layout.trainer_devices)
+            for rank, device in enumerate(devices)
         ]
 
     def start(self) -> None:
         """Begin to set up all ranks; `wait_ready` waits for them."""
-        meeting_file = str(Path(self._meeting.name) / "ranks")
-        self._setups = [w.setup.remote(meeting_file) for w in self._workers]
+        meeting: str | tuple[str, int] = str(Path(self._meeting.name) / "ranks")
+        if not self._placement.trainer_is_on_one_node:
+            (port,) = self._wait([self._workers[0].open_store.remote()])
+            meeting = (self._placement.host(self._placement.layout.trainer_devices[0]), port)
+        self._setups = [w.setup.remote(meeting) for w in self._workers]
 
     def wait_ready(self) -> None:
         """Block until every rank has its model. Raises: ConfigError for what cannot be trained."""
@@ -258,6 +287,7 @@ class EngineWorker:
         """Start the server process; returns its URL at once, before it is ready."""
         from vime.engine.vllm.server import EngineServer
 
+        require_folder(kwargs["model"])
         self._server = EngineServer(**kwargs)
         self._server.start()
         url: str = self._server.url
@@ -277,19 +307,30 @@ class EngineWorker:
             self._server.stop()
 
 
-def start_engine_workers(layout: Layout, placement_group: Any, platform: Platform) -> list[Any]:
+def start_engine_workers(placement: Placement, reservation: Reservation, platform: Platform) -> list[Any]:
     """One `EngineWorker` per engine of the layout, on its first device."""
-    share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
-    claim = {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
     return [
         ray.remote(EngineWorker)
         .options(
-            **claim,
+            **_claim(platform, placement.layout),
             max_concurrency=2,  # `stop` must not queue behind a `wait_ready` of minutes
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group, placement_group_bundle_index=devices[0]
-            ),
+            scheduling_strategy=reservation.strategy(devices[0]),
         )
         .remote()
-        for devices in layout.engine_devices
+        for devices in placement.layout.engine_devices
     ]
+
+
+def _claim(platform: Platform, layout: Layout) -> dict[str, float]:
+    """What one actor takes of its device's bundle."""
+    share = _SHARE if layout.shared or platform.ray_resource == "CPU" else 1.0
+    return {"num_cpus": share} if platform.ray_resource == "CPU" else {"num_gpus": share, "num_cpus": share}
+
+
+def require_folder(path: str) -> None:
+    """Raises: ConfigError if this node does not have the checkpoint."""
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"--hf-checkpoint: {path} is not on this node ({socket.gethostname()}); every node needs it at the same "
+            "path, on a shared file system or as a copy"
+        )

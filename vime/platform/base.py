@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -37,16 +36,17 @@ class Platform(Protocol):
     def missing(self) -> list[str]:
         """What this machine lacks to run vime here: one sentence each, with the remedy. Empty when all is there."""
 
-    def engine_arguments(self, model: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
         """vLLM engine arguments (field names of AsyncEngineArgs) that are right for these devices.
 
-        Args:
-            model: the HF config of the model, as a dict.
-            max_model_len: tokens of prompt and response together.
+        Args: max_model_len: tokens of prompt and response together.
         """
 
     def engine_environment(self) -> dict[str, str]:
         """Environment variables of an engine's process."""
 
-    def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
-        """Environment variables of a training rank's process (threads, allocator)."""
+    def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
+        """Environment variables of a training rank's process (threads, allocator, network interface).
+
+        Args: host: the address at which the other ranks reach this one.
+        """

@@ -7,13 +7,12 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from vime.platform.engine_defaults import engine_dtype
+from vime.platform.machine import interface_of
 
 _GIB = 1 << 30
 _MIN_MEMORY_BYTES = 6 * _GIB  # a tiny run: engine 2.4 GiB, trainer 1 GiB, Ray 1 GiB, driver 0.7 GiB
@@ -70,10 +69,9 @@ class CpuPlatform:
         ]
         return problems
 
-    def engine_arguments(self, model: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
         """One process per engine, no compilation: start-up counts for more than speed here."""
         return {
-            "dtype": engine_dtype(model),
             "max_model_len": max_model_len,
             "max_num_seqs": _MAX_NUM_SEQS,
             "enforce_eager": True,
@@ -96,10 +94,10 @@ class CpuPlatform:
             "OMP_NUM_THREADS": str(max(1, self.device_count() // 2)),
         }
 
-    def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
-        """The cores are shared out among the ranks, which talk over the loopback."""
+    def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
+        """The cores are shared out among the ranks of the node, which talk over the interface that has the address."""
         threads = max(1, self.device_count() // ranks_on_node)
-        return {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+        return {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": interface_of(host)}
 
 
 def cpu_flags() -> set[str]:

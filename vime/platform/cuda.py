@@ -11,10 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
-from vime.platform.engine_defaults import engine_dtype
+from vime.platform.machine import interface_of, is_loopback
 
 _MIB = 1 << 20
 # Part of nvidia-smi's name -> dense TFLOP/s in bf16 and fp16, from NVIDIA's data sheets; the first that fits counts.
@@ -73,18 +72,25 @@ class CudaPlatform:
         ]
         return problems
 
-    def engine_arguments(self, model: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
         """CUDA graphs stay on; how much memory the engine takes is the user's to say."""
-        return {"dtype": engine_dtype(model), "max_model_len": max_model_len, "enable_prefix_caching": True}
+        return {"max_model_len": max_model_len, "enable_prefix_caching": True}
 
     def engine_environment(self) -> dict[str, str]:
         """Settings vLLM reads from its environment."""
         # FlashInfer compiles its sampler at first use, which needs a CUDA toolkit on the machine.
         return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
-    def trainer_environment(self, ranks_on_node: int) -> dict[str, str]:
-        """Communication queues in order, as tensor parallelism expects; an allocator that does not fragment."""
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
+        """Communication queues in order, as tensor parallelism expects; an allocator that does not fragment.
+
+        NCCL and gloo start their connections on the interface that has the address; a user's own choice stays.
+        """
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        if not is_loopback(host):
+            names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+            environment |= {name: interface_of(host) for name in names if name not in os.environ}
+        return environment
 
 
 def _memories_bytes() -> list[int]:

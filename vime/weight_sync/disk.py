@@ -1,15 +1,18 @@
 """The disk transport: each bucket is a file in a folder that trainer and engines both see.
 
-The previous bucket's file is removed when the next is written, so that at most one lies there at a time.
+The previous bucket's file is removed when the next is written, so that at most one lies there at a time. The writer
+holds a lock on its file; one whose lock is free was left by a writer that was killed, and the next writer removes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from vime.weight_sync.layout import bucket_specs, copy_into, view_tensors
 from vime.wire import BucketMessage
 
 _SUFFIX = ".vime-bucket"
+_NAME = re.compile(r"v\d+-\d+-[0-9a-f]{16}\.(vime-bucket|partial)")
 
 
 class Writer:
@@ -33,7 +37,9 @@ class Writer:
         self._after_write = after_write
         self._folder = folder.resolve()
         self._current: Path | None = None
+        self._file: BinaryIO | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_buckets(self._folder)
 
     def write(self, tensors: Sequence[tuple[str, Any]], version: int, index: int) -> BucketMessage:
         """Write the tensors to a file that is complete once it has its name.
@@ -47,13 +53,15 @@ class Writer:
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         copy_into(data, tensors, specs)
         try:
-            with partial.open("wb") as file:
-                file.write(data.numpy().data)
-                file.flush()
-                os.fsync(file.fileno())  # the reader may be on another node
+            self._file = partial.open("wb")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._file.write(data.numpy().data)
+            self._file.flush()
+            os.fsync(self._file.fileno())  # the reader may be on another node
             partial.rename(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
+            self._close_file()
             raise WeightSyncError(f"cannot write a bucket of {num_bytes} bytes to {self._folder}: {error}") from error
         self._current = path
         if self._after_write is not None:
@@ -71,6 +79,30 @@ class Writer:
         if self._current is not None:
             self._current.unlink(missing_ok=True)
             self._current = None
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def remove_stale_buckets(folder: Path) -> list[str]:
+    """Remove the buckets whose writer is gone (their lock is free). Returns: their names."""
+    removed = []
+    for path in sorted(folder.iterdir()):
+        if not _NAME.fullmatch(path.name):
+            continue
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except BlockingIOError:
+            pass  # its writer lives
+        except FileNotFoundError:
+            pass  # its writer, or another sweep, was faster
+    return removed
 
 
 class Reader:

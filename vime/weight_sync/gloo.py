@@ -13,7 +13,6 @@ the bytes are checked against checksums that travel with the announcement, behin
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import threading
@@ -27,6 +26,7 @@ import torch
 import torch.distributed
 
 from vime.errors import WeightSyncError
+from vime.platform.machine import address_towards
 from vime.weight_sync.layout import bucket_specs, copy_into, view_tensors
 from vime.wire import BucketMessage
 
@@ -62,6 +62,21 @@ class Meeting:
     def timeout(self) -> timedelta:
         """As torch.distributed takes it."""
         return timedelta(seconds=self.timeout_s)
+
+
+def bound_store(host: str, timeout: timedelta) -> tuple[Any, int]:
+    """A TCPStore that listens on one address; torch's own would take every interface. Returns: it and its port."""
+    listener = socket.create_server((host, 0))
+    port: int = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False, timeout=timeout
+    )
+    return store, port
+
+
+def joined_store(host: str, port: int, timeout: timedelta) -> Any:
+    """The store that another process serves."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class Writer:
@@ -117,17 +132,7 @@ class Writer:
     def _open_meeting(self) -> None:
         self._group = self._store = self._problem = None
         self._called_off.clear()
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
-        # torch would bind every interface by itself; it takes over the socket it is given.
-        self._store = dist.TCPStore(
-            self._host,
-            port,
-            is_master=True,
-            master_listen_fd=listener.detach(),
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+        self._store, port = bound_store(self._host, timedelta(seconds=self._timeout_s))
         self._meeting = Meeting(self._host, port, secrets.token_hex(16), self._num_readers, self._timeout_s)
 
     def _send(self, meeting: Meeting, data: torch.Tensor) -> None:
@@ -196,7 +201,7 @@ class Reader:
 
 def _meet(meeting: Meeting) -> Any:
     """Count oneself at the writer's store, wait for its word, join. Raises: WeightSyncError with its reason."""
-    store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=meeting.timeout)
+    store = joined_store(meeting.host, meeting.port, meeting.timeout)
     rank = store.add(f"{meeting.group}/come", 1)
     store.wait([f"{meeting.group}/word"], timedelta(seconds=meeting.timeout_s + _SPARE_S))
     word = store.get(f"{meeting.group}/word")
@@ -210,19 +215,10 @@ def _meet(meeting: Meeting) -> Any:
 def _join(store: Any, meeting: Meeting, rank: int) -> Any:
     options = dist.ProcessGroupGloo._Options()
     # The address that reaches the store is the one the others can reach; gloo's own choice may be any interface's.
-    address = _address_towards(meeting.host, meeting.port)
+    address = address_towards(meeting.host, meeting.port)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = meeting.timeout
     return dist.ProcessGroupGloo(dist.PrefixStore(meeting.group, store), rank, meeting.num_readers + 1, options)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This node's address as `host` sees it."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        probe.connect((host, port))  # sends nothing
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _broadcast(group: Any, data: torch.Tensor) -> None:

@@ -159,6 +159,10 @@ class VllmEngine:
         except httpx.TransportError:
             return False
 
+    def identity(self) -> list[dict[str, Any]]:
+        """What each of the engine's workers says of model, dtype and machine (`WorkerExtension.vime_identity`)."""
+        return self._rpc("vime_identity")
+
     def unfit_reason(self) -> str | None:
         """Why the engine's weights may not be used; None when they may."""
         return next((str(state["broken"]) for state in self._sync_states() if state["broken"]), None)

@@ -24,6 +24,7 @@ SERVED_MODEL_NAME = "policy"
 # Engine arguments that vime sets itself, with the reason a user's value is refused.
 OWNED_ARGUMENTS: dict[str, str] = {
     "model": "it follows --hf-checkpoint",
+    "quantization": "engines serve the weights that are trained",
     "served_model_name": "vime's clients ask for a fixed name",
     "logprobs_mode": "log-probs must be of the distribution that was sampled from",
     "weight_transfer_config": "weights come through vime's own transfer engine",
@@ -66,6 +67,7 @@ class EngineServer:
         key: the run's key; travels in the child's environment, never on its command line.
         log_path: file the server's output is appended to; its folder is made.
         host: address to listen on.
+        port: to listen on; 0 takes a free one.
         adapter: of the installed vLLM; found by itself when None.
     Raises: ConfigError if `arguments` sets what vime sets itself.
     """
@@ -79,6 +81,7 @@ class EngineServer:
         key: str,
         log_path: Path,
         host: str = "127.0.0.1",
+        port: int = 0,
         adapter: VllmAdapter | None = None,
     ) -> None:
         if owned := [
@@ -93,7 +96,7 @@ class EngineServer:
         self.log_path = log_path
         self._model, self._arguments, self._host = model, dict(arguments), host
         self._environment, self._key = dict(environment), key
-        self._port = 0
+        self._wanted_port, self._port = port, 0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -145,7 +148,7 @@ class EngineServer:
         """Start the process; `wait_ready` tells when it serves. Raises: EngineError if it was already started."""
         if self._process is not None:
             raise EngineError(f"the engine was already started (pid {self._process.pid})")
-        self._port = free_port(self._host)
+        self._port = self._wanted_port or free_port(self._host)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -30,7 +30,7 @@ def checkpoint_names(model: str, hf_config: Any) -> frozenset[str] | None:
         model: a folder, or a hub name that is in the local cache.
         hf_config: the model's transformers config.
     """
-    folder = _checkpoint_folder(model)
+    folder = checkpoint_folder(model)
     index = folder / "model.safetensors.index.json"
     names: set[str] = set()
     if index.exists():
@@ -61,7 +61,8 @@ def safetensors_names(path: Path) -> set[str]:
     return set(header) - {"__metadata__"}
 
 
-def _checkpoint_folder(model: str) -> Path:
+def checkpoint_folder(model: str) -> Path:
+    """The folder of a checkpoint that is a folder already, or a hub name in the local cache."""
     folder = Path(model)
     if folder.is_dir():
         return folder

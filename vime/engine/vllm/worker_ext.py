@@ -9,6 +9,7 @@ update_weights, one bucket each -> finish_weight_update. From start to a good fi
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +25,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+import vime
 from vime.engine.vllm import fixes
-from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_names, listed
+from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_folder, checkpoint_names, listed
 from vime.errors import WeightSyncError
+from vime.platform.machine import shared_memory_id
 from vime.wire import BucketMessage, checksum
 
 if TYPE_CHECKING:
@@ -209,12 +212,26 @@ class WorkerExtension:
     """Methods mixed into vLLM's worker class, called through /collective_rpc."""
 
     weight_transfer_engine: Any
+    vllm_config: Any
     _weight_update_active: bool
 
     def vime_sync_state(self) -> dict[str, Any]:
         """{"broken": why the weights may not be used or None, "is_open": a sync is under way}."""
         engine: SyncEngine = self.weight_transfer_engine
         return {"broken": engine.broken, "is_open": engine.is_open}
+
+    def vime_identity(self) -> dict[str, Any]:
+        """What a trainer that did not start this engine must know of it."""
+        model = self.vllm_config.model_config
+        return {
+            "vime": vime.__version__,
+            "config": json.loads((checkpoint_folder(model.model) / "config.json").read_text(encoding="utf-8")),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "max_model_len": int(model.max_model_len),
+            "shared_memory": shared_memory_id(),
+        }
 
     def vime_abandon_sync(self, reason: str) -> dict[str, Any]:
         """End an unfinished sync so that another can start; until then the weights may not be used."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from vime.config.parallel import ParallelSizes
 def start(
     *,
     backend: str,
-    init_method: str,
+    init_method: Any,
     rank: int,
     world_size: int,
     timeout_minutes: int,
@@ -29,6 +30,7 @@ def start(
     """Join the other ranks.
 
     Args:
+        init_method: where the ranks find each other: as torch.distributed takes it, or a store.
         seed: of Megatron's random streams and of the model's fresh weights; equal on all ranks. Pipeline stages and
             tensor-parallel ranks draw differently, data- and context-parallel ranks alike.
         sizes: of the parallel dimensions.
@@ -36,7 +38,8 @@ def start(
     if dist.is_initialized():
         raise RuntimeError("this process already belongs to a trainer; close it first")
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,8 @@ class MegatronTrainer:
         config: the run's settings.
         hf_path: folder of the HF checkpoint to start from.
         platform: decides device and collective backend.
-        rank, world_size, init_method: as torch.distributed.init_process_group takes them.
+        rank, world_size: as torch.distributed.init_process_group takes them.
+        init_method: where the ranks find each other: as torch.distributed takes it, or a store.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         writer: rank 0's end of the weight transport; None where no weights are sent.
     Raises: ConfigError for a checkpoint or setting that cannot be trained.
@@ -70,7 +72,7 @@ class MegatronTrainer:
         platform: Platform,
         rank: int,
         world_size: int,
-        init_method: str,
+        init_method: Any,
         total_steps: int,
         writer: BucketWriter | None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Engine settings that follow from the model alone, the same on every platform."""
+"""The dtype of a run: the one place that names it, for trainer and engines alike."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vime.errors import ConfigError
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def engine_dtype(model: Mapping[str, Any]) -> str:
-    """The dtype the checkpoint is stored in. Trainer and engine both take it, so that their log-probs agree.
+def stored_dtype(model: Mapping[str, Any]) -> str:
+    """The dtype the checkpoint is stored in.
 
     Args: model: the HF config; newer ones spell it `dtype`, older ones `torch_dtype`; composite ones keep it inside.
     Raises: ConfigError if it names none, or one that nothing here can serve.
@@ -24,3 +24,17 @@ def engine_dtype(model: Mapping[str, Any]) -> str:
     if named[0] not in _DTYPES:
         raise ConfigError(f"the checkpoint's dtype is {named[0]}; only {', '.join(_DTYPES)} can be trained and served")
     return named[0]
+
+
+def run_dtype(megatron: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """What the model is trained and served in, so that log-probs agree: --bf16 or --no-bf16, else the checkpoint's.
+
+    Args:
+        megatron: the settings given to Megatron, by field name.
+        model: the HF config.
+    Raises: ConfigError as `stored_dtype`.
+    """
+    bf16 = megatron.get("bf16")
+    if bf16 is not None:
+        return "bfloat16" if bf16 else "float32"
+    return stored_dtype(model)

@@ -1,0 +1,82 @@
+"""Two Ray nodes on this machine, with addresses, resources and ports of their own, behind a token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.engine.vllm.processes import free_port, stop_process
+
+# All of 127.0.0.0/8 is this machine. Not 127.0.0.1: Ray takes it to mean the machine's outward address.
+_HEAD, _SECOND = "127.0.0.2", "127.0.0.3"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster."""
+
+    address: str
+    environment: dict[str, str]
+    """What a driver needs in its environment."""
+
+
+@contextmanager
+def two_ray_nodes(folder: Path, *, num_cpus: tuple[int, int] = (1, 1)) -> Iterator[Cluster]:
+    """Started with `ray start`, as docs/multi_node.md has it; ended with the context."""
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    port = free_port(_HEAD)
+    address = f"{_HEAD}:{port}"
+    common = ["--object-store-memory", "200000000", "--disable-usage-stats", "--block"]
+    head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(folder)]
+    commands = [
+        [*head, "--node-ip-address", _HEAD, "--num-cpus", str(num_cpus[0]), *common],
+        ["--address", address, "--node-ip-address", _SECOND, "--num-cpus", str(num_cpus[1]), *common],
+    ]
+    with ExitStack() as stack:
+        for number, command in enumerate(commands):
+            log = stack.enter_context((folder / f"node_{number}.log").open("wb"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", "start", *command],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(stop_process, process, 20.0)
+            _wait_for_nodes(address, environment, number + 1, folder)
+        yield Cluster(address, environment)
+
+
+def _wait_for_nodes(address: str, environment: dict[str, str], count: int, folder: Path) -> None:
+    """Ask Ray from a process of its own: one process cannot join two clusters, or one with a token and one without."""
+    program = (
+        "import sys, time, ray\n"
+        "ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)\n"
+        "end = time.monotonic() + 60\n"
+        "while sum(n['Alive'] for n in ray.nodes()) < int(sys.argv[2]):\n"
+        "    assert time.monotonic() < end, 'a node is missing'\n"
+        "    time.sleep(0.3)\n"
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run(
+            [sys.executable, "-c", program, address, str(count)], env=environment, capture_output=True, text=True
+        )
+        if done.returncode == 0:
+            return
+        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("node_*.log"))
+        assert time.monotonic() < deadline, f"{done.stderr[-2000:]}\n{logs}"
+        time.sleep(1)
