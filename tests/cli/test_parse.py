@@ -31,6 +31,9 @@ def value(result: Parsed, key: str) -> object:
         (["--rollout-stop=--"], "vime.rollout.rollout_stop", ["--"]),
         (["--rollout-stop-token-ids", "[1, 2]"], "vime.rollout.rollout_stop_token_ids", [1, 2]),
         (["--apply-chat-template-kwargs", '{"a": 1}'], "vime.data.apply_chat_template_kwargs", {"a": 1}),
+        (["--rm-parts", "math=1", "a.b=-.5"], "vime.reward.rm_parts", {"math": 1.0, "a.b": -0.5}),
+        (["--rm-parts=math=2"], "vime.reward.rm_parts", {"math": 2.0}),
+        (["--rm-parts", '{"math": 1}'], "vime.reward.rm_parts", {"math": 1.0}),
         (["--load", "none"], "vime.checkpoint.load", None),
         (["--lr", "1e-6", "--lr", "2e-6"], "megatron.lr", 2e-6),
         (["--num-experts", "8"], "megatron.num_moe_experts", 8),
@@ -115,6 +118,11 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
         (["--layernorm-epsilon", "1"], "--layernorm-epsilon is not set here: Megatron-LM calls it --norm-epsilon"),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
+        (["--rm-parts"], "--rm-parts needs one or more NAME=NUMBER"),
+        (["--rm-parts", "math"], "--rm-parts holds 'math', but needs NAME=NUMBER ..."),
+        (["--rm-parts", "math=x"], "--rm-parts holds 'math=x', but needs NAME=NUMBER ..."),
+        (["--rm-parts", "math=inf"], "--rm-parts holds 'math=inf', but needs NAME=NUMBER ..."),
+        (["--rm-parts", "math=1", "math=2"], "--rm-parts names math twice; keep one"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: str) -> None:
@@ -196,6 +204,11 @@ def test_yaml_takes_the_same_names_with_dashes_or_underscores(tmp_path: Path) ->
     assert {g.origin for g in result.given.values()} == {f"--config {path}"}
 
 
+def test_weights_are_a_mapping_in_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "rm_parts: {math: 1, my.module.format: 0.1}")
+    assert value(given("--config", path), "vime.reward.rm_parts") == {"math": 1.0, "my.module.format": 0.1}
+
+
 def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path: Path) -> None:
     one = write(tmp_path, "seed: 1\nlr: 1e-6\nrollout-batch-size: 1\n", "one.yaml")
     two = write(tmp_path, "seed: 2\nlr: 2e-6\n", "two.yaml")
@@ -226,6 +239,8 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path: Path) -> Non
         ("a: " + "[" * 5000, " is not YAML: "),
         ("- a", " must hold `name: value` lines, not a list"),
         ("a: [", " is not YAML: "),
+        ("rm_parts: [math]", "needs a mapping of NAME=NUMBER"),
+        ("rm_parts: {math: much}", "holds 'math=much'"),
     ],
 )
 def test_wrong_yaml_is_named_with_its_file(tmp_path: Path, text: str, problem: str) -> None:

@@ -75,6 +75,28 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
     assert problems(right) == []
 
 
+def test_names_of_parts_must_differ(right: Config) -> None:
+    here = "tests.config.test_validate"
+    twice = changed(right, reward=RewardConfig(rm_parts={f"{here}.reward": 1.0, f"{here}s.reward": 1.0}))
+    assert any("two parts are called 'reward'" in problem for problem in problems(twice))
+    total = changed(right, reward=RewardConfig(rm_parts={f"{here}.total": 1.0}))
+    assert any("a part is called 'total'" in problem for problem in problems(total))
+
+
+def test_one_kind_of_reward_at_a_time(right: Config) -> None:
+    both = changed(right, reward__rm_parts={"math": 1.0})
+    assert problems(both) == [
+        "--rm-type exact_match and --rm-parts {'math': 1.0} are both given; keep one, or give all of them as parts "
+        "(--rm-parts)"
+    ]
+    names = ("exact_match", "math", "remote_rm", "random")
+    remote = changed(right, reward=RewardConfig(rm_type="remote_rm"), data__label_key=None)
+    (problem,) = problems(remote, reward_names=names, rewards_without_label=("remote_rm", "random"))
+    assert problem == "remote_rm asks a server for rewards; give its address by --rm-url"
+    random = changed(right, reward=RewardConfig(rm_type="random"), data__label_key=None)
+    assert problems(random, reward_names=names, rewards_without_label=("remote_rm", "random")) == []
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -85,6 +107,11 @@ def test_a_right_configuration_has_no_problem(right: Config) -> None:
         ({"megatron": {}}, "--lr is required"),
         ({"reward__rm_type": None}, "a reward is required"),
         ({"reward__rm_type": "maths"}, "--rm-type is 'maths', but the built-in rewards are exact_match, math"),
+        ({"reward": RewardConfig(rm_parts={"maths": 1.0})}, "--rm-parts: 'maths' is neither a dotted path nor"),
+        ({"reward": RewardConfig(rm_parts={"math": 0.0})}, "--rm-parts: all weights are 0"),
+        ({"reward": RewardConfig(rm_parts={"math": 1.0}), "data__label_key": None}, "--rm-parts: math compares with"),
+        ({"reward__rm_url": "localhost:80"}, "--rm-url is 'localhost:80', but must be an address such as http://"),
+        ({"reward__rm_memory_limit_bytes": 1}, "--rm-memory-limit-bytes is 1, but must be at least"),
         ({"rollout__rollout_batch_size": -1}, "--rollout-batch-size is -1, but must be at least 0"),
         ({"rollout__rollout_temperature": 0.0}, "--rollout-temperature is 0.0, but must be above 0"),
         ({"rollout__rollout_top_p": 0.9}, "--rollout-top-p is 0.9: the trainer computes"),

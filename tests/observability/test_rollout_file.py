@@ -75,6 +75,16 @@ def test_every_field_comes_back_exactly(tmp_path, log_probs):
             assert_same(x, y)
 
 
+def test_the_reward_column_holds_the_number_that_counts(tmp_path):
+    import pandas as pd
+
+    samples = [Sample(group_id=0, sample_id=i, reward=r) for i, r in enumerate([{"acc": 1.0, "len": 0.5}, 2.0, None])]
+    write_rollout(tmp_path / "r.parquet", 0, [Group(0, samples)], "acc")
+    frame = pd.read_parquet(tmp_path / "r.parquet")
+    assert frame.reward[:2].tolist() == [1.0, 2.0] and math.isnan(frame.reward[2])
+    assert [s.reward for s in read_rollout(tmp_path / "r.parquet")[0].samples] == [s.reward for s in samples]
+
+
 def test_numbers_of_numpy_stay_numbers_and_unknown_objects_become_their_text(tmp_path):
     (group,) = through_a_file(
         tmp_path, [Group(0, [Sample(group_id=0, metadata={"a": np.float32(0.5), "b": np.arange(2), "c": 1j})])]

@@ -61,6 +61,21 @@ def echo(request: GenerateRequest, index: int) -> tuple[list[int], str]:
     return ([request.token_ids[0]] if index == 0 else [3, 3]), ("stop" if index == 0 else "length")
 
 
+async def rank_reward(config: RolloutContext, samples: list[Sample]) -> list[dict[str, float]]:
+    """Scores a whole group: place from behind, and how many there are."""
+    return [{"place": float(i), "size": float(len(samples))} for i in range(len(samples))]
+
+
+def test_groups_are_scored_as_groups_in_evaluation(tmp_path: Path, tokenizer: Any, pool: GraderPool) -> None:
+    reward = RewardConfig(custom_rm_path="tests.rollout.test_evaluate.rank_reward", group_rm=True, reward_key="size")
+    config = make_config(tmp_path, n_samples_per_eval_prompt=3, eval_reward_key="place")
+    result = run(replace(config, reward=reward), FakeEngines(echo), tokenizer, pool)
+    assert result.metrics["eval/small"] == 1.0
+    assert result.metrics["eval/small-reward/place"] == 1.0
+    assert result.metrics["eval/large-reward/size"] == 3.0
+    assert result.metrics["eval/small-failed_ratio"] == 0
+
+
 def test_every_set_gets_its_own_metrics(tmp_path: Path, tokenizer: Any, pool: GraderPool) -> None:
     engines = FakeEngines(echo)
     result = run(make_config(tmp_path, eval_temperature=0.0), engines, tokenizer, pool)

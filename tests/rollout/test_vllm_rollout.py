@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import FakeEngines, char_tokenizer, seeded_digits
 from tests.rollout.bench import HOOKS, Bench, contents, ids
 from vime.errors import ConfigError, EngineError, VimeError
+from vime.observability.metrics import check_names
 from vime.protocols import GenerateRequest
 from vime.rewards.pool import GraderPool
 from vime.types import SampleStatus
@@ -41,6 +42,18 @@ def test_one_request_a_group_gives_scored_samples_in_order(tokenizer: Any, pool:
     assert result.metrics["rollout/num_groups"] == 4
     assert result.metrics["rollout/num_put_back"] == 0
     assert bench.engines.num_closed == 1
+
+
+def test_the_parts_of_a_reward_are_reported(tokenizer: Any, pool: GraderPool) -> None:
+    reward = {"rm_parts": {"exact_match": 1.0, "random": 0.5}, "reward_key": "total"}
+    result = Bench(tokenizer, pool, reward=reward).run()
+    check_names(result.metrics)
+    rewards = [s.reward for group in result.groups for s in group.samples]
+    for part in ("exact_match", "random", "total"):
+        mean = sum(r[part] for r in rewards if isinstance(r, dict)) / len(rewards)
+        assert result.metrics[f"rollout/reward/{part}"] == pytest.approx(mean)
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(result.metrics["rollout/reward/total"])
+    assert result.metrics["rollout/reward/random"] > 0
 
 
 def test_the_same_run_gives_the_same_samples_and_other_rollouts_others(tokenizer: Any, pool: GraderPool) -> None:
