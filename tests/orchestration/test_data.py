@@ -50,6 +50,9 @@ def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:
     settings = config(tmp_path, [{"input": "12"}, {"input": "12345"}])
     buffer = build_source(settings, check_data(settings), tokenizer)
     assert isinstance(buffer, DataBuffer) and buffer.metrics()["data/num_dropped_prompts"] == 1
+    assert build_source(settings, check_data(settings), tokenizer, buffer.state()).state() == buffer.state()
+    with pytest.raises(DataError, match="--rollout-seed was 1, and is 42"):
+        build_source(settings, check_data(settings), tokenizer, buffer.state() | {"seed": 1})
     assert probe_prompts(buffer, tokenizer, 4) == [tuple(tokenizer("12")["input_ids"])]
 
     bare = replace(settings, data=DataConfig(disable_rollout_global_dataset=True))

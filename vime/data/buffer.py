@@ -144,8 +144,8 @@ class DataBuffer(DataSource):
             "put_back": [group_to_json(group) for group in self._put_back],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Raises: DataError if it is of other data, seed or order."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Whether `restore` would take this state. Raises: DataError if it is of other data, seed or order."""
         if state.get("format") != _FORMAT:
             raise DataError(f"the data buffer's state has format {state.get('format')!r}; this version reads {_FORMAT}")
         if differing := [*self._other_data(state.get("data")), *self._other_settings(state)]:
@@ -155,6 +155,10 @@ class DataBuffer(DataSource):
                 + ". Resume with the data and settings it was saved with; to go on with others, take the checkpoint's "
                 "weights alone by --finetune, with another --save"
             )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises: DataError as `check_state`, or if it is damaged."""
+        self.check_state(state)
         try:
             put_back = [group_from_json(group) for group in state["put_back"]]
             counters = [int(state[key]) for key in ("next_group_id", "next_sample_id", "num_discarded")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config, modes
@@ -42,18 +42,25 @@ def check_data(config: Config) -> CheckedRows | None:
     return rows
 
 
-def build_source(config: Config, rows: CheckedRows | None, tokenizer: Any) -> DataSource:
+def build_source(
+    config: Config, rows: CheckedRows | None, tokenizer: Any, saved: Mapping[str, Any] | None = None
+) -> DataSource:
     """What hands out the run's prompts.
 
-    Args: rows: of `check_data`.
-    Raises: DataError if prompts cannot be rendered; ConfigError if a rollout takes more prompts than there are;
-        HookError for what the user's class raised.
+    Args:
+        rows: of `check_data`.
+        saved: the state that it will be restored from; compared here, so that other data fail early.
+    Raises: DataError if prompts cannot be rendered, or are not those of the saved state; ConfigError if a rollout takes
+        more prompts than there are; HookError for what the user's class raised.
     """
     if modes.replays(config) or modes.evaluates_without_trainer(config):
         return ReplaySource()
     if config.data.data_source_path is not None:
         return make_own_source(config, tokenizer)
-    return make_buffer(config, None if rows is None else tokenise_prompts(config, rows, tokenizer))
+    source = make_buffer(config, None if rows is None else tokenise_prompts(config, rows, tokenizer))
+    if saved is not None and not saved.get("replayed"):  # of a run without prompts; the loader says what to do then
+        source.check_state(saved)
+    return source
 
 
 def probe_prompts(source: DataSource, tokenizer: Any, max_model_len: int) -> Sequence[Sequence[int]]:

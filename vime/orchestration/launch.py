@@ -127,7 +127,8 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             fleet = _start_fleet(plan, platform, placement, reservation, stack)
         writer = stack.enter_context(closing(make_writer(config, folder)))
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
-        source = build_source(config, rows, tokenizer)
+        goes_on = checkpoint is not None and not config.checkpoint.finetune
+        source = build_source(config, rows, tokenizer, checkpoint.data_source if checkpoint and goes_on else None)
         eval_sets = load_eval_sets(config, tokenizer) if generates else {}
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
         progress.expect(num_rollout)
