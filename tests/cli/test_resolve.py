@@ -184,3 +184,16 @@ def test_a_checkpoint_that_is_not_whole_is_a_problem_for_a_run_and_not_for_print
     (problem,) = problems_of(argv)
     assert words in problem and str(checkpoint) in problem
     resolve(argv, fetch=False)
+
+
+def test_rewards_of_several_numbers_choose_their_keys(argv: list[str]) -> None:
+    at = argv.index("--rm-type")
+    rest = argv[:at] + argv[at + 2 :]
+    for words, keys in (
+        (["--rm-type", "dapo"], ("score", "acc")),
+        (["--rm-type", "dapo", "--reward-key", "acc"], ("acc", "acc")),
+        (["--rm-parts", "math=1", "f1=0.5"], ("total", "total")),
+        (["--rm-type", "math"], (None, None)),
+    ):
+        config = resolve([*rest, *words]).config
+        assert (config.reward.reward_key, config.eval.eval_reward_key) == keys
