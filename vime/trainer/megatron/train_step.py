@@ -114,9 +114,10 @@ def train_step(
     )
 
 
-def result_metrics(results: Sequence[StepResult]) -> Metrics:
-    """train/* of a rollout's optimizer steps: means over them; custom/* of a custom loss function."""
-    metrics = {f"train/{name}": sum(r.sums[name] for r in results) / len(results) for name in SUMS}
+def result_metrics(results: Sequence[StepResult], *, with_own_loss: bool) -> Metrics:
+    """train/* of a rollout's optimizer steps: means over them; custom/* of a custom loss, which clips nothing."""
+    names = [name for name in SUMS if not (with_own_loss and name == "pg_clipfrac")]
+    metrics = {f"train/{name}": sum(r.sums[name] for r in results) / len(results) for name in names}
     metrics |= {f"custom/{name}": sum(r.own[name] for r in results) / len(results) for name in results[0].own}
     metrics["train/grad_norm"] = sum(r.grad_norm for r in results) / len(results)
     metrics["train/lr-pg_0"] = results[-1].learning_rate

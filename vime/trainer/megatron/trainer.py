@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +140,8 @@ class MegatronTrainer:
         )
 
     def _new_module(self, of: ModelSettings) -> tuple[model.PolicyModel, torch.nn.Module]:
-        provider = partial(
-            self._hooks.build, is_first_stage=parallel.is_first_stage(), is_last_stage=parallel.is_last_stage()
-        )
         chunk_size = self._config.train.log_probs_chunk_size
-        return model.build_module(of, self._settings, chunk_size=chunk_size, provider=provider)
+        return model.build_module(of, self._settings, chunk_size=chunk_size, provider=self._hooks.build)
 
     # Log-probs
 
@@ -236,9 +232,8 @@ class MegatronTrainer:
                 f"rollout {batch.rollout_id} holds token ids from {batch.tokens.min()} to {batch.tokens.max()}, the "
                 f"model's vocabulary has {self._model.vocab_size}; look at what the generate function appends"
             )
-        algo = self._config.algo
         mask = batch.loss_mask.astype(np.bool_)
-        policy_loss = algo.loss_type != "sft_loss"
+        policy_loss = self._config.algo.loss_type != "sft_loss"
         old = reference = None
         if policy_loss and (len(batch.steps) > 1 or self._hooks.reads_old_log_probs):
             with self._timed(metrics, "log_probs"):
@@ -246,8 +241,7 @@ class MegatronTrainer:
         if self._reference is not None:
             with self._timed(metrics, "ref_log_probs"):
                 reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
-        known = {"old_log_probs": old, "ref_log_probs": reference}
-        batch, own = self._hooks.prepare(batch, {name: c for name, c in known.items() if c is not None})
+        batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
         metrics |= own
         mask = batch.loss_mask.astype(np.bool_)
         columns = train_step.Columns(old, reference)
@@ -255,7 +249,7 @@ class MegatronTrainer:
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
         if policy_loss:
             metrics |= self._mismatch(batch, mask, old, reference, results[0])
-        metrics |= train_step.result_metrics(results)
+        metrics |= train_step.result_metrics(results, with_own_loss=self._hooks.loss is not None)
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
         metrics["train/global_batch_size"] = float(batch.global_batch_size)

@@ -20,6 +20,7 @@ from vime.algo.reduce import token_loss_weights
 from vime.config import Config, hook_table
 from vime.config.hooks import UserFunction
 from vime.protocols import LossInputs, TrainerContext
+from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy, PolicyModel
 from vime.types import TOKEN_ADVANTAGES, Metrics, TrainBatch
 
@@ -65,11 +66,12 @@ class TrainerHooks:
         if self.init is not None:
             self.init(self.context)
 
-    def build(self, default: Callable[[], PolicyModel], *, is_first_stage: bool, is_last_stage: bool) -> PolicyModel:
+    def build(self, default: Callable[[], PolicyModel]) -> PolicyModel:
         """The model, by --custom-model-provider-path if there is one. Raises: HookError if it is no PolicyModel."""
         if self.model_provider is None:
             return default()
-        module = self.model_provider(self.context, is_first_stage, is_last_stage, default)
+        stage = (parallel.is_first_stage(), parallel.is_last_stage())
+        module = self.model_provider(self.context, *stage, default)
         if not isinstance(module, PolicyModel):
             raise self.model_provider.refuse(module, "a vime.trainer.megatron.model.PolicyModel")
         return module
@@ -84,14 +86,14 @@ class TrainerHooks:
         if self.before_step is not None:
             self.before_step(self.context, rollout_id, step_id, policy.module, policy.optimizer, policy.scheduler)
 
-    def prepare(self, batch: TrainBatch, known: Mapping[str, npt.NDArray[np.float32]]) -> tuple[TrainBatch, Metrics]:
+    def prepare(self, batch: TrainBatch, **known: npt.NDArray[np.float32] | None) -> tuple[TrainBatch, Metrics]:
         """The batch with the user's advantages and changes, and the metrics of those advantages.
 
-        Args: known: further [T] columns that the functions see in `batch.extra`.
+        Args: known: further [T] columns that the functions see in `batch.extra`, where they are known.
         """
         if not self.reads_old_log_probs:
             return batch, {}
-        batch = replace(batch, extra={**batch.extra, **known})
+        batch = replace(batch, extra={**batch.extra, **{name: c for name, c in known.items() if c is not None}})
         metrics: Metrics = {}
         if self.advantage is not None:
             batch = _with_advantages(self.advantage, batch, self.advantage(self.context, batch))
