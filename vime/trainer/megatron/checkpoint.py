@@ -64,7 +64,7 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
         policy.scheduler.load_state_dict(saved["scheduler"])
         if same_layout:
             _set_random_state(state["random"])
-        else:
+        elif dist.get_rank() == 0:
             # Each tensor-parallel rank and stage has a stream of its own, so other ranks cannot go on with them.
             _log.warning(
                 "%s was saved by ranks of the layout %s, this run's is %s: random streams start from --seed again",
