@@ -1,8 +1,11 @@
-"""The forward pass alone: log-probs of micro-batches, through all pipeline stages."""
+"""The forward pass alone: log-probs of micro-batches, through all pipeline stages, and to all ranks.
+
+T tokens of a batch, P wanted tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,69 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from vime.trainer.megatron.packing import MicroBatch
+from vime.data.packing import plan_steps
+from vime.trainer.megatron import parallel
+from vime.trainer.megatron.packing import Layout, MicroBatch, pack
 
 # Megatron's schedules want a loss, and a token count to divide gradients by; ours are not divided.
 ZERO_TOKENS = torch.tensor(0, dtype=torch.int)
+
+
+NOT_A_NUMBER = np.float32("nan")
+
+
+def shared_log_probs(
+    model: torch.nn.Module,
+    tokens: npt.NDArray[np.int32],
+    cu_seqlens: npt.NDArray[np.int64],
+    micro_batches: Sequence[Sequence[int]],
+    wanted: npt.NDArray[np.bool_],
+    *,
+    layout: Layout,
+    temperature: float,
+    counts: bool = True,
+) -> npt.NDArray[np.float32]:
+    """[T] log-probs on every rank, of what each computed of its own micro-batches; NaN where not wanted. Collective.
+
+    Args:
+        tokens, cu_seqlens: of the whole batch, equal on all ranks.
+        micro_batches: this data-parallel rank's; sample numbers.
+        wanted: [T] True where a log-prob is wanted.
+        layout, temperature: as `pack` takes them.
+        counts: False on all but one data-parallel rank where all have the same micro-batches.
+    """
+    packed = (
+        pack(tokens, cu_seqlens, samples, wanted, layout=layout, temperature=temperature) for samples in micro_batches
+    )
+    log_probs, places = forward_log_probs(model, packed, len(micro_batches))
+    return share(log_probs, places, wanted, counts=counts)
+
+
+def share(
+    values: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.bool_],
+    *,
+    counts: bool = True,
+) -> npt.NDArray[np.float32]:
+    """[T] each rank's values at their places, on every rank; NaN where not wanted. Collective."""
+    out = np.zeros(len(wanted), dtype=np.float32)
+    if counts and parallel.counts():
+        out[places] = values
+    if parallel.world_size() > 1:
+        device = torch.device(torch.cuda.current_device())
+        out = parallel.sum_over_ranks(torch.from_numpy(out).to(device)).cpu().numpy()
+    return np.where(wanted, out, NOT_A_NUMBER)
+
+
+def repack(
+    micro_batches: Sequence[tuple[int, ...]], lengths: npt.NDArray[np.int64], max_tokens: int
+) -> list[tuple[int, ...]]:
+    """The same samples in micro-batches of another size: without gradients, more tokens fit."""
+    samples = [i for micro in micro_batches for i in micro]
+    sizes = [int(lengths[i]) for i in samples]
+    plans = plan_steps(sizes, samples, global_batch_size=len(samples), dp_size=1, max_tokens=max_tokens)
+    return [tuple(samples[j] for j in micro) for micro in plans[0][0]]
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vime.algo.mismatch import log_prob_abs_diff, trajectory_mean
 from vime.config import Config
-from vime.data.packing import plan_steps
 from vime.errors import TrainingError
 from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
@@ -45,8 +44,6 @@ from vime.trainer.megatron.reference import build_reference
 from vime.trainer.megatron.user_hooks import TrainerHooks
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage, make_buckets
-
-NOT_A_NUMBER = np.float32("nan")
 
 
 class MegatronTrainer:
@@ -162,7 +159,16 @@ class MegatronTrainer:
         wanted[cu[:-1]] = False
         alone = [(i,) for i in range(len(sequences))]
         # Every data-parallel rank computes them all.
-        out = self._forward_only(self._forward, tokens, cu, alone, wanted, 1.0, counts=parallel.dp_rank() == 0)
+        out = forward.shared_log_probs(
+            self._forward,
+            tokens,
+            cu,
+            alone,
+            wanted,
+            layout=self._layout,
+            temperature=1.0,
+            counts=parallel.dp_rank() == 0,
+        )
         return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
 
     def _batch_log_probs(
@@ -172,45 +178,16 @@ class MegatronTrainer:
         self._hooks.before_log_probs(model, store_prefix)
         mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
-            mine = _repack(mine, batch, limit * parallel.cp_size())
-        temperature = self._config.rollout.rollout_temperature
-        return self._forward_only(model, batch.tokens, batch.cu_seqlens, mine, wanted, temperature)
-
-    def _forward_only(
-        self,
-        model: torch.nn.Module,
-        tokens: npt.NDArray[np.int32],
-        cu_seqlens: npt.NDArray[np.int64],
-        micro_batches: Sequence[Sequence[int]],
-        wanted: npt.NDArray[np.bool_],
-        temperature: float,
-        *,
-        counts: bool = True,
-    ) -> npt.NDArray[np.float32]:
-        """[T] on every rank: log-probs that each computed of its own micro-batches, where it counts."""
-        packed = (
-            packing.pack(tokens, cu_seqlens, samples, wanted, layout=self._layout, temperature=temperature)
-            for samples in micro_batches
+            mine = forward.repack(mine, batch.lengths, limit * parallel.cp_size())
+        return forward.shared_log_probs(
+            model,
+            batch.tokens,
+            batch.cu_seqlens,
+            mine,
+            wanted,
+            layout=self._layout,
+            temperature=self._config.rollout.rollout_temperature,
         )
-        log_probs, places = forward.forward_log_probs(model, packed, len(micro_batches))
-        return self._share(log_probs, places, wanted, counts=counts)
-
-    def _share(
-        self,
-        values: npt.NDArray[np.float32],
-        places: npt.NDArray[np.int64],
-        wanted: npt.NDArray[np.bool_],
-        *,
-        counts: bool = True,
-    ) -> npt.NDArray[np.float32]:
-        """[T] of each rank's values at their places, on every rank; NaN where not wanted."""
-        out = np.zeros(len(wanted), dtype=np.float32)
-        if counts and parallel.counts():
-            out[places] = values
-        if parallel.world_size() > 1:
-            device = self._layout.inv_freq.device
-            out = parallel.sum_over_ranks(torch.from_numpy(out).to(device)).cpu().numpy()
-        return np.where(wanted, out, NOT_A_NUMBER)
 
     # Training
 
@@ -307,7 +284,7 @@ class MegatronTrainer:
         """The log-probs of engine, trainer and reference, and how far the first two are apart, before the first update
         on this rollout."""
         if old is None:
-            old = self._share(first.log_probs.cpu().numpy(), first.wanted, mask)
+            old = forward.share(first.log_probs.cpu().numpy(), first.wanted, mask)
         trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
         num = len(np.unique(batch.trajectory_ids))
         diff = log_prob_abs_diff(old, batch.rollout_log_probs, mask, trajectories, num)
@@ -385,11 +362,3 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         parallel.stop()
-
-
-def _repack(micro_batches: Sequence[tuple[int, ...]], batch: TrainBatch, max_tokens: int) -> list[tuple[int, ...]]:
-    """The same samples in micro-batches of another size: without gradients, more tokens fit."""
-    samples = [i for micro in micro_batches for i in micro]
-    lengths = [int(batch.lengths[i]) for i in samples]
-    plans = plan_steps(lengths, samples, global_batch_size=len(samples), dp_size=1, max_tokens=max_tokens)
-    return [tuple(samples[j] for j in micro) for micro in plans[0][0]]
