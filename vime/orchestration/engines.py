@@ -70,9 +70,9 @@ class EngineFleet:
 
         Raises: EngineDead with the end of the engine's log.
         """
-        urls: list[str] = wait_all({start: f"engine {i}" for i, start in enumerate(self._starts)}, died=EngineDead)
+        wait_all({start: f"engine {i}" for i, start in enumerate(self._starts)}, died=EngineDead)
         waits = {w.wait_ready.remote(timeout_s): f"engine {i}" for i, w in enumerate(self._workers)}
-        wait_all(waits, died=EngineDead)
+        urls: list[str] = wait_all(waits, died=EngineDead)
         self.engines = [VllmEngine(url, self._key) for url in urls]
         self._router = start_router(urls, self._key, self._config, self._log_dir)
         connections = self._config.rollout.rollout_concurrency

@@ -283,19 +283,19 @@ class EngineWorker:
     def __init__(self) -> None:
         self._server: Any = None
 
-    def start(self, **kwargs: Any) -> str:
-        """Start the server process; returns its URL at once, before it is ready."""
+    def start(self, **kwargs: Any) -> None:
+        """Start the server process; returns before it is ready."""
         from vime.engine.vllm.server import EngineServer
 
         require_folder(kwargs["model"])
         self._server = EngineServer(**kwargs)
         self._server.start()
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Block until the server answers; returns its URL. Raises: EngineDead with the end of its log."""
+        self._server.wait_ready(timeout_s)
         url: str = self._server.url
         return url
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Block until the server answers. Raises: EngineDead with the end of its log."""
-        self._server.wait_ready(timeout_s)
 
     def is_alive(self) -> bool:
         """Whether the server process runs."""

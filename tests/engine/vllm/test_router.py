@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from vime.engine.vllm.processes import free_port
 from vime.engine.vllm.router import KeyValidator, RouterProcess, router_arguments
 from vime.errors import ConfigError, EngineError
 
@@ -77,6 +79,22 @@ def test_a_router_whose_owner_dies_ends(engine_url: str, tmp_path: Path) -> None
     assert inner is not None and inner.stdin is not None
     inner.stdin.close()
     assert inner.wait(15) != 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_router_whose_port_was_taken_meanwhile_starts_on_another(
+    engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """Its own port, or that of its metrics."""
+    ports = [free_port() for _ in range(4)]
+    given = iter(ports)
+    monkeypatch.setattr("vime.engine.vllm.router.free_port", lambda host: next(given))
+    with socket.create_server(("127.0.0.1", ports[which])):
+        process = RouterProcess([engine_url], settings={}, key=KEY, log_path=tmp_path / "router.log")
+        process.start()
+        process.wait_ready(30)
+        assert process.url == f"http://127.0.0.1:{ports[2]}"
+        process.stop()
 
 
 def test_an_engine_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from vime.engine.vllm.processes import free_port, log_errors, log_tail, stop_process
@@ -103,6 +104,54 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path, monk
     with pytest.raises(EngineError, match="already started"):
         engine.start()
     engine.stop()
+
+
+_ANSWERS = """
+import http.server, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        mine = self.path == "/health" or self.headers["Authorization"] == "Bearer " + sys.argv[2]
+        self.send_response(200 if mine else 401)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_an_engine_whose_port_was_taken_meanwhile_starts_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes no other run's engine on that port for its own."""
+    taken, free = free_port(), free_port()
+    other = subprocess.Popen([sys.executable, "-c", _ANSWERS, str(taken), "another-key"])
+    try:
+        with httpx.Client() as http:
+            while not _answers(http, taken):
+                assert other.poll() is None
+        ports = iter([taken, free])
+        monkeypatch.setattr("vime.engine.vllm.server.free_port", lambda host: next(ports))
+        program = [sys.executable, "-c", f"import time; time.sleep(0.3)\n{_ANSWERS}"]
+        monkeypatch.setattr(EngineServer, "command", lambda self, port: [*program, str(port), "run-key"])
+        engine = server(tmp_path)
+        engine.start()
+        engine.wait_ready(30)
+        assert engine.url == f"http://127.0.0.1:{free}"
+        assert "Address already in use" in engine.log_path.read_text()
+        engine.stop()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _answers(http: httpx.Client, port: int) -> bool:
+    try:
+        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ import vime
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): .{1,500}")
 
+PORT_TRIES = 3
+"""How often a process is started when somebody takes its port between the choice and the binding."""
+
 # Below what Linux hands to outgoing connections, which could take a port before the child binds it.
 _PORTS = range(10_000, 32_768)
 
@@ -55,6 +58,13 @@ def log_tail(path: Path, lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def says_address_in_use(path: Path, begin: int) -> bool:
+    """Whether a log says, from byte `begin` on, that somebody else had the port."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return b"address already in use" in file.read().lower()
 
 
 def log_errors(path: Path, lines: int) -> str:

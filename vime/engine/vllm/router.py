@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm.middleware import is_authorized
-from vime.engine.vllm.processes import free_port, import_path, log_tail, stop_process
+from vime.engine.vllm.processes import PORT_TRIES, free_port, import_path, log_tail, says_address_in_use, stop_process
 from vime.errors import ConfigError, EngineDead, EngineError
 
 _OWNED = {
@@ -84,7 +84,7 @@ class RouterProcess:
         self.log_path = log_path
         self._host, self._key = host, key
         self._settings = {**_DEFAULTS, **settings, "worker_urls": list(engine_urls)}
-        self._port = 0
+        self._port = self._num_starts = self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -103,7 +103,11 @@ class RouterProcess:
         """Start the process. Raises: EngineError if it was already started."""
         if self._process is not None:
             raise EngineError(f"the router was already started (pid {self._process.pid})")
+        self._launch()
+
+    def _launch(self) -> None:
         self._port = free_port(self._host)
+        self._num_starts += 1
         settings = {
             **self._settings,
             "host": self._host,
@@ -114,6 +118,7 @@ class RouterProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": import_path(os.environ)}
         with self.log_path.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vime.engine.vllm.router"],
                 env=environment,
@@ -132,20 +137,24 @@ class RouterProcess:
         return self._process is not None and self._process.poll() is None
 
     def wait_ready(self, timeout_s: float = 60.0) -> float:
-        """Block until every engine is listed as healthy. Returns: seconds it took.
+        """Block until every engine is listed as healthy. Returns: seconds it took; `url` is final from now on.
 
+        If somebody took its port between the choice and the binding, it is started again on another.
         Raises: EngineDead with the end of the log if the process ended; EngineError if the time is up.
         """
         begin = time.monotonic()
         headers = {"Authorization": f"Bearer {self._key}"}
         seen = "no answer"
-        with httpx.Client(base_url=self.url, headers=headers, timeout=5.0) as http:
+        with httpx.Client(headers=headers, timeout=5.0) as http:
             while time.monotonic() - begin < timeout_s:
                 if not self.is_alive():
+                    if self._num_starts < PORT_TRIES and says_address_in_use(self.log_path, self._log_begin):
+                        self._launch()
+                        continue
                     code, log = self._process and self._process.returncode, log_tail(self.log_path, 40)
                     raise EngineDead(f"the router ended with exit code {code}; end of {self.log_path}:\n{log}")
                 try:
-                    response = http.get("/workers")
+                    response = http.get(f"{self.url}/workers")
                     seen = f"{response.status_code} {response.text[:500]}"
                     workers = response.json().get("workers", []) if response.status_code == 200 else []
                     healthy = {worker["url"] for worker in workers if worker["is_healthy"]}

@@ -14,7 +14,15 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm import middleware
-from vime.engine.vllm.processes import free_port, import_path, log_errors, log_tail, stop_process
+from vime.engine.vllm.processes import (
+    PORT_TRIES,
+    free_port,
+    import_path,
+    log_errors,
+    log_tail,
+    says_address_in_use,
+    stop_process,
+)
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
 from vime.engine.vllm.weight_names import TRANSFER_BACKEND
 from vime.errors import ConfigError, EngineDead, EngineError
@@ -96,12 +104,13 @@ class EngineServer:
         self.log_path = log_path
         self._model, self._arguments, self._host = model, dict(arguments), host
         self._environment, self._key = dict(environment), key
-        self._wanted_port, self._port = port, 0
+        self._wanted_port = port
+        self._port = self._num_starts = self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """http://host:port; known once started."""
+        """http://host:port; known once started, and final once ready."""
         if not self._port:
             raise EngineError("the engine was not started yet, so it has no address")
         return f"http://{self._host}:{self._port}"
@@ -148,9 +157,14 @@ class EngineServer:
         """Start the process; `wait_ready` tells when it serves. Raises: EngineError if it was already started."""
         if self._process is not None:
             raise EngineError(f"the engine was already started (pid {self._process.pid})")
+        self._launch()
+
+    def _launch(self) -> None:
         self._port = self._wanted_port or free_port(self._host)
+        self._num_starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 self.command(self._port),
                 env=self.child_environment(),
@@ -165,21 +179,24 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def wait_ready(self, timeout_s: float, progress: Callable[[float, str], None] | None = None) -> float:
-        """Block until the server answers GET /health.
+        """Block until the server answers, on another port than at first if somebody took that one meanwhile.
 
         Args:
             timeout_s: how long it may take.
             progress: called about every two seconds with (seconds since the call, the log's last line).
-        Returns: the seconds it took.
+        Returns: the seconds it took; `url` is final from now on.
         Raises: EngineDead with the end of the log if the process ended; EngineError if the time is up.
         """
         begin = time.monotonic()
         next_report = begin
-        with httpx.Client(timeout=5.0) as http:
+        with httpx.Client(timeout=5.0, headers={"Authorization": f"Bearer {self._key}"}) as http:
             while (now := time.monotonic()) - begin < timeout_s:
+                if self._lost_its_port():
+                    self._launch()
                 self.check_alive()
                 try:
-                    if http.get(f"{self.url}/health").status_code == 200:
+                    # /health needs no key, and another run's engine on our port would answer it for ours.
+                    if all(http.get(f"{self.url}{path}").status_code == 200 for path in ("/health", "/version")):
                         return time.monotonic() - begin
                 except httpx.TransportError:
                     pass  # not listening yet
@@ -190,6 +207,14 @@ class EngineServer:
         raise EngineError(
             f"the engine at {self.url} was not ready after {timeout_s:.0f} s (--engine-start-timeout-s); "
             f"end of {self.log_path}:\n{log_tail(self.log_path, 20)}"
+        )
+
+    def _lost_its_port(self) -> bool:
+        return (
+            not self.is_alive()
+            and not self._wanted_port
+            and 0 < self._num_starts < PORT_TRIES
+            and says_address_in_use(self.log_path, self._log_begin)
         )
 
     def check_alive(self) -> None:
