@@ -1,11 +1,15 @@
 """Stop and resume: the next steps are those of a run that never stopped."""
 
+import resource
+
 import numpy as np
 import pytest
 import torch
 
 from vime.config import CheckpointConfig, TrainConfig
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError
+from vime.loop.cadence import StopRule
+from vime.loop.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
 
 LENGTHS = [9, 4, 17, 6]
 SCHEDULE = TrainConfig(lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iters=10)
@@ -139,3 +143,38 @@ def test_finetuning_takes_the_weights_and_begins_anew(model_folder, make_trainer
     assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
     metrics = trainer.train(make_batch(LENGTHS))
     assert (metrics["train/step"], metrics["train/lr-pg_0"]) == (1.0, 0.0), "the first step of a warm-up from 0"
+
+
+class Prompts:
+    """As much of a data source as a checkpoint asks for."""
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def state(self):
+        return {"offset": self.offset}
+
+    def restore(self, state):
+        self.offset = state["offset"]
+
+
+def test_a_disk_that_is_full_costs_that_checkpoint_alone(model_folder, make_trainer, make_batch, tmp_path):
+    """Megatron's own writers stopped by the system in the middle of a file; a limit on files stands for the disk."""
+    folder, _ = model_folder()
+    trainer = make_trainer(folder, megatron={"lr": 1e-2})
+    saved = tmp_path / "checkpoints"
+    save_checkpoint(saved, 0, trainer, Prompts(8), StopRule(), {})
+    want = weights_of(trainer)
+    trainer.train(make_batch(LENGTHS))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, before[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"cannot be written: rank 0: .*File too large"):
+            save_checkpoint(saved, 1, trainer, Prompts(16), StopRule(), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in saved.iterdir()] == ["rollout_000000"]
+    resumed, prompts = make_trainer(folder), Prompts()
+    load_checkpoint(open_checkpoint(saved), resumed, prompts, StopRule())
+    assert prompts.offset == 8
+    assert all(torch.equal(tensor, want[name]) for name, tensor in resumed._hf_tensors())

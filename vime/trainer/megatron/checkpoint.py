@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy
 
@@ -26,6 +27,7 @@ def save(policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer
     """Write a checkpoint folder; under its final name it is always whole. Collective.
 
     Args: counters: plain numbers to come back from `load`.
+    Raises: TrainingError naming the ranks that could not write, and why.
     """
     partial = path.with_name(f".{path.name}.partial")
     if dist.get_rank() == 0:
@@ -33,7 +35,11 @@ def save(policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer
         partial.mkdir(parents=True)
     dist.barrier()
     state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
-    dist_checkpointing.save(state, str(partial))
+    try:
+        dist_checkpointing.save(state, str(partial))
+    except CheckpointException as error:  # no Exception of Python's, so that it would end the process unexplained
+        reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        raise TrainingError(f"the checkpoint {path} cannot be written: {reasons}") from error
     dist.barrier()
     if dist.get_rank() == 0:
         if path.exists():
