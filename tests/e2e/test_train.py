@@ -111,7 +111,8 @@ def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_foun
     output = run_train(
         *("--num-rollout", "0", "--platform", "cpu", "--hf-checkpoint", str(finished[0] / "hf")),
         *("--eval-prompt-data", "heldout", str(task / "data" / "heldout.jsonl"), "--eval-temperature", "0"),
-        *("--eval-input-key", "problem", "--eval-label-key", "answer", "--rm-type", "math"),
+        *("--eval-input-key", "problem", "--eval-label-key", "answer"),
+        *("--custom-rm-path", "e2e_rewards.share_of_even_tokens"),
         *("--eval-max-response-len", "5", "--eval-max-context-len", "16", "--rollout-num-gpus", "2"),
         *("--run-dir", str(tmp_path)),
     )
