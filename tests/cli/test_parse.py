@@ -136,6 +136,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: 
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus: more devices"),
         ("--vllm-enable-sleep-mode", "engines keep their memory"),
         ("--vllm-seed", "--rollout-seed"),
+        ("--vllm-dtype", "the dtype that is trained in"),
+        ("--vllm-quantization", "unquantized"),
         ("--vllm-max-model-len", "--rollout-max-context-len"),
         ("--vllm-port", "a free port"),
         ("--vllm-api-key", "vime makes a key"),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import AuthenticationError, GetTimeoutError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -50,7 +50,7 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
     try:
         ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, AuthenticationError) as error:
         if cluster.ray_address is None:
             raise
         raise ConfigError(

@@ -1,0 +1,38 @@
+"""`vime engine`: what it says before it starts anything."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from vime.cli.engine import _key, run
+from vime.errors import ConfigError
+
+
+def test_settings_that_an_engine_does_not_read_are_refused_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(["--key-file", str(tmp_path / "key"), "--lr", "1e-3", "--rollout-batch-size", "8"])
+    text = "\n".join(caught.value.problems)
+    for part in ("--lr is a setting of a run", "--rollout-batch-size is a setting", "--hf-checkpoint is required"):
+        assert part in text
+    assert not (tmp_path / "key").exists()
+
+
+def test_a_port_in_use_and_an_address_of_everybody_are_named(tmp_path: Path) -> None:
+    words = ["--hf-checkpoint", str(tmp_path), "--key-file", str(tmp_path / "key")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be listened on .Address already in use"):
+            run([*words, "--port", port])
+    with pytest.raises(ConfigError, match="is every interface"):
+        run([*words, "--host", "0.0.0.0"])
+
+
+def test_a_key_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    key = _key(path)
+    assert len(key) > 30 and path.stat().st_mode & 0o777 == 0o600
+    assert _key(path) == key
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640"):
+        _key(path)
