@@ -130,7 +130,8 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
 )
 def test_contradictions_are_named_with_their_set(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     (right,) = eval_sets(config(tmp_path, eval_prompt_data=["aime", "a.jsonl"]))
-    facts: dict[str, Any] = {"reward_names": ("math", "gsm8k"), "max_positions": 256, "vocab_size": 320}
-    assert list(check_settings([right], **facts)) == []
+    facts: dict[str, Any] = {"reward_names": ("math", "gsm8k", "random"), "max_positions": 256, "vocab_size": 320}
+    facts |= {"without_label": ("random",)}
+    assert list(check_settings([right, replace(right, rm_type="random", label_key=None)], **facts)) == []
     (found,) = check_settings([replace(right, **change)], **facts)
     assert found.startswith("held-out set aime: ") and problem in found

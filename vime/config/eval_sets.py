@@ -83,9 +83,20 @@ def has_eval_sets(config: Config) -> bool:
 
 
 def check_settings(
-    sets: Sequence[EvalSet], *, reward_names: Sequence[str], max_positions: int | None, vocab_size: float
+    sets: Sequence[EvalSet],
+    *,
+    reward_names: Sequence[str],
+    without_label: Sequence[str],
+    max_positions: int | None,
+    vocab_size: float,
 ) -> Iterator[str]:
-    """Settings of the sets that contradict each other or the model; one sentence for each set and mistake."""
+    """Settings of the sets that contradict each other or the model; one sentence for each set and mistake.
+
+    Args:
+        reward_names: what rm_type may be; empty where that is not known.
+        without_label: those of them that compare with no label.
+        max_positions, vocab_size: of the checkpoint.
+    """
     for s in sets:
         where = f"held-out set {s.name}:"
         if s.temperature == 0 and s.n_samples_per_eval_prompt > 1:
@@ -99,7 +110,7 @@ def check_settings(
             close = difflib.get_close_matches(s.rm_type, reward_names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(sorted(reward_names))}"
             yield f"{where} rm_type is {s.rm_type!r}, which is no built-in reward; {hint}"
-        if s.rm_type is not None and s.label_key is None:
+        if s.rm_type is not None and s.rm_type not in without_label and s.label_key is None:
             yield f"{where} rm_type {s.rm_type} compares with a label; name its key by label_key or --eval-label-key"
         yield from _check_lengths(s, where, max_positions)
         if outside := [i for i in s.stop_token_ids if not 0 <= i < vocab_size]:

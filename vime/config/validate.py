@@ -83,6 +83,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_eval_sets(
             config,
             reward_names=facts.reward_names,
+            without_label=facts.rewards_without_label,
             max_positions=facts.max_position_embeddings,
             vocab_size=facts.shape.get("vocab_size", math.inf),
         ),

@@ -57,15 +57,26 @@ def _without_files(config: Config) -> Iterator[str]:
 
 
 def check_eval_sets(
-    config: Config, *, reward_names: Sequence[str], max_positions: int | None, vocab_size: float
+    config: Config,
+    *,
+    reward_names: Sequence[str],
+    without_label: Sequence[str],
+    max_positions: int | None,
+    vocab_size: float,
 ) -> Iterator[str]:
-    """The held-out sets: their names, settings, files and functions."""
+    """The held-out sets: their names, settings, files and functions. Args: as those of `check_settings`."""
     try:
         sets = eval_sets(config)
     except ConfigError as error:
         yield from error.problems
         return
-    yield from check_settings(sets, reward_names=reward_names, max_positions=max_positions, vocab_size=vocab_size)
+    yield from check_settings(
+        sets,
+        reward_names=reward_names,
+        without_label=without_label,
+        max_positions=max_positions,
+        vocab_size=vocab_size,
+    )
     for held_out in sets:
         needed = _needed(held_out.input_key, held_out.label_key)
         yield from check_prompt_files(f"held-out set {held_out.name}:", held_out.path, needed)
