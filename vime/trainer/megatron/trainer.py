@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vime.algo.mismatch import log_prob_abs_diff, trajectory_mean
 from vime.config import Config
 from vime.errors import TrainingError
 from vime.models import ModelSettings, family_of
@@ -40,6 +39,7 @@ from vime.trainer.megatron import (
     speed,
     train_step,
 )
+from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.reference import build_reference
 from vime.trainer.megatron.user_hooks import TrainerHooks
 from vime.types import Metrics, PolicyVersion, TrainBatch
@@ -225,7 +225,9 @@ class MegatronTrainer:
         with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
         if policy_loss:
-            metrics |= self._mismatch(batch, mask, old, reference, results[0])
+            if old is None:
+                old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
+            metrics |= agreement_metrics(batch, mask, old, reference)
         metrics |= train_step.result_metrics(results, with_own_loss=self._hooks.loss is not None)
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
@@ -272,30 +274,6 @@ class MegatronTrainer:
             )
         self._step += 1
         return result
-
-    def _mismatch(
-        self,
-        batch: TrainBatch,
-        mask: npt.NDArray[np.bool_],
-        old: npt.NDArray[np.float32] | None,
-        reference: npt.NDArray[np.float32] | None,
-        first: train_step.StepResult,
-    ) -> Metrics:
-        """The log-probs of engine, trainer and reference, and how far the first two are apart, before the first update
-        on this rollout."""
-        if old is None:
-            old = forward.share(first.log_probs.cpu().numpy(), first.wanted, mask)
-        trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
-        num = len(np.unique(batch.trajectory_ids))
-        diff = log_prob_abs_diff(old, batch.rollout_log_probs, mask, trajectories, num)
-        columns = {"rollout_log_probs": batch.rollout_log_probs, "log_probs": old, "ref_log_probs": reference}
-        means = {
-            f"rollout/{name}": trajectory_mean(column, mask, trajectories, num)
-            for name, column in columns.items()
-            if column is not None
-        }
-        name = "train/train_rollout_logprob_abs_diff"
-        return means | {name: diff.mean, f"{name}_p99": diff.p99, f"{name}_max": diff.max}
 
     # Weights
 
