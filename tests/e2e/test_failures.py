@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vime.loop.checkpoint import find_checkpoints, open_checkpoint
+
 pytestmark = pytest.mark.engine
 
 
@@ -118,11 +120,19 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
 def test_interrupting_ends_every_process_and_the_key_was_written_nowhere(
     running: Callable[..., Running], tmp_path: Path, number: int
 ) -> None:
-    run = running()
+    """However often it is asked to, and with every checkpoint whole."""
+    run = running("--save", str(tmp_path / "checkpoints"), "--save-interval", "1")
     run.wait_for("rollout   1/500")
     key = run.find("vime.engine.vllm.launch").environ()["VIME_RUN_KEY"]
     os.kill(run.process.pid, number)
+    run.wait_for("vime: stopping")
+    for again in (number, signal.SIGINT):
+        os.kill(run.process.pid, again)
     assert run.end() == 130, run.output
+    saved = find_checkpoints(tmp_path / "checkpoints")
+    named = sorted(p for p in (tmp_path / "checkpoints").iterdir() if not p.name.startswith("."))
+    assert saved and named == saved, "a folder with a checkpoint's name is a whole checkpoint"
+    assert open_checkpoint(tmp_path / "checkpoints").path == saved[-1]
     assert run.left_behind() == []
     assert not [line for _, line in run.seen.values() if key in line], "the run's key is on a command line"
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
