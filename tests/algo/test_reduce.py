@@ -1,12 +1,9 @@
-import math
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.reduce import token_loss_weights, token_mean_weights, weighted_sum
+from vime.algo.reduce import token_loss_weights, token_mean_weights
 
 BORDERS = np.array([0, 2, 5, 6, 7])
 MASK = np.array([0, 1, 1, 1, 0, 1, 0])
@@ -47,14 +44,6 @@ def test_the_loss_does_not_depend_on_order_or_cut(data):
     moved = np.cumsum([0, *(lengths[i] for i in order)])
     again = (token_loss_weights(mask[tokens], moved, ids[list(order)], 4) * values[tokens]).sum()
     assert again == pytest.approx(loss, abs=1e-12)
-
-
-def test_weighted_sum_lets_no_nan_through():
-    values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
-    total = weighted_sum(values, torch.tensor([0.5, 0.0, 0.25]))
-    total.backward()
-    assert total.item() == 1.25
-    assert values.grad.tolist() == [0.5, 0, 0.25]
 
 
 def test_wrong_shapes_are_refused():

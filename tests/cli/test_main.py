@@ -11,7 +11,7 @@ from vime.cli.help import flag_table
 from vime.cli.main import main
 from vime.cli.vime_flags import vime_flags
 
-HEAVY = ("torch", "vllm", "megatron.core", "transformers", "ray", "numpy", "datasets")
+HEAVY = ("torch", "vllm", "megatron.core", "transformers", "ray", "numpy", "pyarrow")
 
 
 def run_and_list_heavy_imports(code: str) -> tuple[str, list[str]]:

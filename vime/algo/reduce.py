@@ -6,13 +6,10 @@ made, from the whole step, so the sum does not care how the step is cut into mic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def token_loss_weights(
@@ -57,16 +54,6 @@ def token_mean_weights(
     on = _checked_mask(mask, cu_seqlens, step_ids)
     _, step = np.unique(step_ids, return_inverse=True)
     return _pooled_weights(on, cu_seqlens, step)
-
-
-def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """sum(weights * values), a scalar, where a NaN under weight 0 neither counts nor reaches the gradient.
-
-    Args: values, weights: [T] float.
-    """
-    import torch
-
-    return (torch.where(weights != 0, values, torch.zeros_like(values)) * weights).sum()
 
 
 def _checked_mask(

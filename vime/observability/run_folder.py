@@ -30,8 +30,8 @@ _PACKAGES = (
     "transformers",
     "tokenizers",
     "safetensors",
-    "datasets",
     "numpy",
+    "pyarrow",
 )
 # Whole words of a setting's name: "hf_token" is a secret, "max_tokens_per_gpu" and "input_key" are not.
 _SECRET = re.compile(
