@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,13 @@ def grpo_flags(task: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def start_train() -> Callable[..., subprocess.Popen[str]]:
-    """A function (*flags) that starts train.py in a process group of its own, output piped."""
+    """A function (*flags, environment) that starts train.py in a process group of its own, output piped."""
 
-    def start(*flags: str) -> subprocess.Popen[str]:
+    def start(*flags: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "train.py", *flags],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path()},
+            env={**environment, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

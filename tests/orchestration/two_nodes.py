@@ -16,6 +16,7 @@ from vime.engine.vllm.processes import free_port, stop_process
 
 # All of 127.0.0.0/8 is this machine. Not 127.0.0.1: Ray takes it to mean the machine's outward address.
 _HEAD, _SECOND = "127.0.0.2", "127.0.0.3"
+_RAYS_OWN_PORTS = 20_000  # below it are the ports that Ray gives its workers
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def two_ray_nodes(folder: Path, *, num_cpus: tuple[int, int] = (1, 1)) -> Iterat
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    port = free_port(_HEAD)
+    port = next(p for p in iter(lambda: free_port(_HEAD), None) if p > _RAYS_OWN_PORTS)
     address = f"{_HEAD}:{port}"
     common = ["--object-store-memory", "200000000", "--disable-usage-stats", "--block"]
     head = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(folder)]
@@ -56,11 +57,13 @@ def two_ray_nodes(folder: Path, *, num_cpus: tuple[int, int] = (1, 1)) -> Iterat
                 start_new_session=True,
             )
             stack.callback(stop_process, process, 20.0)
-            _wait_for_nodes(address, environment, number + 1, folder)
+            _wait_for_nodes(process, address, environment, number + 1, folder)
         yield Cluster(address, environment)
 
 
-def _wait_for_nodes(address: str, environment: dict[str, str], count: int, folder: Path) -> None:
+def _wait_for_nodes(
+    process: subprocess.Popen[bytes], address: str, environment: dict[str, str], count: int, folder: Path
+) -> None:
     """Ask Ray from a process of its own: one process cannot join two clusters, or one with a token and one without."""
     program = (
         "import sys, time, ray\n"
@@ -71,6 +74,10 @@ def _wait_for_nodes(address: str, environment: dict[str, str], count: int, folde
         "    time.sleep(0.3)\n"
     )
     deadline = time.monotonic() + 60
+    while "Ray runtime started" not in (folder / f"node_{count - 1}.log").read_text(errors="replace"):
+        assert process.poll() is None, (folder / f"node_{count - 1}.log").read_text(errors="replace")
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
     while True:
         done = subprocess.run(
             [sys.executable, "-c", program, address, str(count)], env=environment, capture_output=True, text=True
@@ -78,5 +85,6 @@ def _wait_for_nodes(address: str, environment: dict[str, str], count: int, folde
         if done.returncode == 0:
             return
         logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("node_*.log"))
+        assert process.poll() is None, logs
         assert time.monotonic() < deadline, f"{done.stderr[-2000:]}\n{logs}"
         time.sleep(1)
