@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
-from vime.trainer.megatron.layers import RMSNorm, _padded, apply_rope, pad_rows, take_rows
+from vime.trainer.megatron.layers import RMSNorm, _padded, _varlen, apply_rope, pad_rows, take_rows
 from vime.trainer.megatron.packing import Layout, pack
 
 
@@ -34,6 +35,19 @@ def test_padded_blocks_attend_like_each_sequence_alone(heads):
     got_grads = torch.autograd.grad((got * up).sum(), (q, k, v))
     want_grads = torch.autograd.grad((want * up).sum(), (q, k, v))
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_torchs_packed_kernel_takes_fewer_key_heads_in_this_torch(heads):
+    # The kernel is CUDA's; whether torch refuses the call does not depend on a device.
+    cu, none = np.array([0, 3, 8]), np.zeros(8, dtype=np.bool_)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = Layout(inv_freq=torch.ones(8), dtype=torch.bfloat16, padded=False)
+        micro = pack(none.astype(np.int32), cu, range(2), none, layout=layout, temperature=1.0)
+        q, k, v = (torch.ones(8, h, 16, dtype=torch.bfloat16, requires_grad=True) for h in (heads[0], *heads[1:] * 2))
+        out = _varlen(q, k, v, micro.packed, 0.25)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
 
 
 def test_rope_is_that_of_transformers():

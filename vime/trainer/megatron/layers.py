@@ -5,6 +5,8 @@ T packed tokens, H query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +162,7 @@ def _rotation(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
-    """torch's kernel for packed sequences; it takes fewer key/value heads than query heads as they are.
+    """torch's kernel for packed sequences; fewer key/value heads than query heads are not repeated for it.
 
     With fewer queries than keys, its causal mask lets the last query see the last key.
     """
@@ -173,9 +175,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
         # Two chunks of a rank see a key at most, and the sum of two gradients does not depend on their order.
         k, v = k.index_select(0, split.seen), v.index_select(0, split.seen)
         cu_q, cu_k, max_q, max_k = split.cu_seqlens_q, split.cu_seqlens_k, split.max_seqlen_q, split.max_seqlen_k
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _names_grouped_heads() else {}
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)  # a tuple only with return_aux
     return out
+
+
+@functools.cache
+def _names_grouped_heads() -> bool:
+    """Whether torch wants to be told of fewer key/value heads: from 2.12 on; 2.11 takes them, and has no word for it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
