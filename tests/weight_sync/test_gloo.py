@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -107,14 +106,13 @@ def test_a_worker_that_dies_in_the_middle_fails_the_others_at_once_and_the_next_
     with workers(-1, 1, -1) as engines:
         for index in range(2):
             message = writer.write(large, 1, index)
-            begin = time.monotonic()
             for engine in engines:
                 engine.tell(message)
             answers = [engine.answer() for engine in engines]
-        assert time.monotonic() - begin < 20  # far from the time limit
         assert answers[1] == ""
         for answer in answers[::2]:  # one that had the whole bucket before the other died is content
             assert answer == [checksum(large[0][1])] or "did not come through" in answer
+            assert "imed out" not in answer
         with pytest.raises(WeightSyncError, match="bucket 1 did not reach every engine"):
             writer.write(TENSORS, 1, 2)
         survivors = [engines[0], engines[2]]
@@ -134,9 +132,7 @@ def test_workers_do_not_wait_for_ever_for_one_that_never_comes(told: bool) -> No
         engine.tell(writer.write(TENSORS, 1, 0))
         if told:
             writer.call_off()
-        begin = time.monotonic()
         answer = engine.answer()
-        assert time.monotonic() - begin < 10
     assert answer.startswith("WeightSyncError: the weight sync was called off: ")
     assert "of 2 engine workers came" in answer
     assert ("another engine failed" if told else "--update-weight-timeout-s") in answer

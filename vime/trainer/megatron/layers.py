@@ -183,7 +183,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
 
 @functools.cache
 def _names_grouped_heads() -> bool:
-    """Whether torch wants to be told of fewer key/value heads: from 2.12 on; 2.11 takes them, and has no word for it."""
+    """Whether torch wants to be told of fewer key/value heads: 2.12 and later do, 2.11 has no word for it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
