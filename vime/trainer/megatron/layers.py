@@ -175,7 +175,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Te
         # Two chunks of a rank see a key at most, and the sum of two gradients does not depend on their order.
         k, v = k.index_select(0, split.seen), v.index_select(0, split.seen)
         cu_q, cu_k, max_q, max_k = split.cu_seqlens_q, split.cu_seqlens_k, split.max_seqlen_q, split.max_seqlen_k
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _names_grouped_heads() else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _names_grouped_heads() else {}
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)  # a tuple only with return_aux
     return out
