@@ -231,10 +231,14 @@ async def reward(config: object, sample: object) -> float:
     return 1.0
 
 
+REWARDS = {"math": None, "gsm8k": None, "remote_rm": "asks a server"}
+
+
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [
-        ({"rm_type": "maths"}, "metadata.rm_type is 'maths'; the built-in rewards are gsm8k, math"),
+        ({"rm_type": "remote_rm"}, "metadata.rm_type is 'remote_rm', which asks a server"),
+        ({"rm_type": "maths"}, "metadata.rm_type is 'maths'; the built-in rewards are gsm8k, math, remote_rm"),
         ({"rm_type": ["math"]}, "metadata.rm_type is ['math']"),
         ({"apply_chat_template_kwargs": {"a": 1}}, "metadata.apply_chat_template_kwargs needs --apply-chat-template"),
         ({"apply_chat_template_kwargs": 1}, "metadata.apply_chat_template_kwargs is a number"),
@@ -247,10 +251,14 @@ async def reward(config: object, sample: object) -> float:
     ],
 )
 def test_what_a_row_asks_for_itself_is_checked(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
-    good = {"rm_type": "math", "custom_rm_path": f"{__name__}.reward", "generate_function_path": f"{__name__}.generate"}
+    good = {
+        "rm_type": "remote_rm",
+        "custom_rm_path": f"{__name__}.reward",
+        "generate_function_path": f"{__name__}.generate",
+    }
     path = write(tmp_path / "p.jsonl", {"input": "a", "metadata": good}, {"input": "a", "metadata": metadata})
     with pytest.raises(DataError, match="1 of 2 lines") as caught:
-        check_rows([str(path)], RowKeys(), reward_names=("math", "gsm8k"))
+        check_rows([str(path)], RowKeys(), reward_names=REWARDS)
     assert "line 2: metadata." in str(caught.value)
     assert problem in str(caught.value)
-    assert len(check_rows([f"{path}@[:1]"], RowKeys(), reward_names=("math", "gsm8k"))) == 1
+    assert len(check_rows([f"{path}@[:1]"], RowKeys(), reward_names=REWARDS)) == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes import char_tokenizer
-from vime.config import Config, DataConfig, EvalConfig, RolloutConfig
+from vime.config import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.sections import DebugConfig
 from vime.data.buffer import DataBuffer
 from vime.errors import ConfigError, DataError
@@ -70,3 +71,60 @@ def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:
     replay = replace(settings, debug=DebugConfig(load_debug_rollout_data="x"))
     assert check_data(replay) is None
     assert isinstance(build_source(replay, None, tokenizer), ReplaySource)
+
+
+ROWS = [{"input": "1", "metadata": {"rm_type": "dapo"}}]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"reward": RewardConfig(rm_type="dapo", reward_key="accuracy")},
+            "the reward gives score, acc, but the key is",
+        ),
+        ({"reward": RewardConfig(rm_parts={"math": 1.0}, reward_key="score")}, "the reward gives math, total, but"),
+        ({"reward": RewardConfig(rm_type="random")}, "line 1: metadata.rm_type is 'dapo', which compares with a label"),
+        ({"data": "label"}, "line 1: metadata.rm_type is 'dapo', which gives score, acc, but no key is given"),
+    ],
+)
+def test_a_reward_that_could_not_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    settings = config(tmp_path, [{**row, "label": "1"} for row in ROWS])
+    if change.get("data"):
+        change = {"data": replace(settings.data, label_key=change["data"])}
+    with pytest.raises((ConfigError, DataError)) as caught:
+        check_data(replace(settings, **change))
+    assert problem in str(caught.value)
+
+
+def test_a_row_may_lack_what_the_users_function_makes(tmp_path: Path) -> None:
+    settings = config(tmp_path, ROWS)
+    rollout = replace(ROLLOUT, custom_generate_function_path="my.function")
+    assert check_data(replace(settings, rollout=rollout, reward=RewardConfig(reward_key="acc"))) is not None
+
+
+@pytest.mark.parametrize(
+    ("entry", "row", "problem"),
+    [
+        ("rm_type: remote_rm", {}, "held-out set h: rm_type remote_rm asks a server for rewards"),
+        ("rm_type: dapo, label_key: a", {}, "held-out set h: rm_type dapo gives score, acc, but no key is given"),
+        ("label_key: a", {"rm_type": "remote_rm"}, "line 1: metadata.rm_type is 'remote_rm', which asks a server"),
+        ("rm_type: math, label_key: a", {"rm_type": "remote_rm"}, None),
+        ("rm_type: dapo, label_key: a, reward_key: acc", {}, None),
+    ],
+)
+def test_the_reward_of_a_held_out_set_is_checked_with_its_own_settings(
+    tmp_path: Path, entry: str, row: dict[str, str], problem: str | None
+) -> None:
+    (tmp_path / "h.jsonl").write_text(json.dumps({"input": "1", "a": "1", "metadata": row}) + "\n")
+    path = tmp_path / "sets.yaml"
+    path.write_text(f"eval: {{datasets: [{{name: h, path: {tmp_path / 'h.jsonl'}, {entry}}}]}}\n")
+    settings = replace(config(tmp_path, [{"input": "1"}]), eval=EvalConfig(eval_config=str(path)))
+    if problem is None:
+        check_data(settings)
+        return
+    with pytest.raises((ConfigError, DataError)) as caught:
+        check_data(settings)
+    assert problem in str(caught.value)

@@ -10,7 +10,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ def row_keys(config: Config) -> RowKeys:
     return RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key, data.apply_chat_template)
 
 
-def check_prompts(config: Config, reward_names: Collection[str] | None) -> CheckedRows:
+def check_prompts(config: Config, reward_names: Mapping[str, str | None] | None) -> CheckedRows:
     """Every row of --prompt-data, read and checked. Raises: DataError, ConfigError."""
     if not config.data.prompt_data:
         raise DataError("no --prompt-data is given: name a JSONL or Parquet file of prompts")
@@ -183,7 +183,7 @@ def read_prompts(
     apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_len: int | None = None,
     max_context_len: int | None = None,
-    reward_names: Collection[str] | None = None,
+    reward_names: Mapping[str, str | None] | None = None,
 ) -> PromptSet:
     """The prompts of one word such as `file.jsonl` or `folder@[:100]`, checked and tokenised.
 
@@ -198,7 +198,9 @@ def read_prompts(
     )
 
 
-def check_rows(words: Sequence[str], keys: RowKeys, *, reward_names: Collection[str] | None = None) -> CheckedRows:
+def check_rows(
+    words: Sequence[str], keys: RowKeys, *, reward_names: Mapping[str, str | None] | None = None
+) -> CheckedRows:
     """Read every row that the words name, and check all that can be checked without a tokenizer.
 
     A prompt is a string, or a list of chat messages; messages need the chat template, and with it a string is one user
@@ -206,7 +208,7 @@ def check_rows(words: Sequence[str], keys: RowKeys, *, reward_names: Collection[
 
     Args:
         words: files, folders, and slices of them (`vime.config.prompt_files`).
-        reward_names: what metadata.rm_type may say; None: anything.
+        reward_names: what metadata.rm_type may say, and why this run cannot use it, if so; None: anything.
     Raises: DataError naming each file, its first bad rows with what is wrong, and how many there are.
     """
     files: list[Rows] = []

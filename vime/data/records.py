@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +70,19 @@ def read_record(row: Any, keys: RowKeys) -> Record:
     return Record(prompt, label, metadata)
 
 
-def check_overrides(metadata: Mapping[str, Any], *, chat: bool, reward_names: Collection[str] | None) -> None:
+def check_overrides(metadata: Mapping[str, Any], *, chat: bool, reward_names: Mapping[str, str | None] | None) -> None:
     """The keys of a row's metadata that vime itself reads.
 
-    Args: reward_names: what rm_type may say; None where nothing is scored. Raises: BadRow.
+    Args: reward_names: what rm_type may say, and why this run cannot use it, if so; None where nothing is scored.
+    Raises: BadRow.
     """
     name = metadata.get(RM_TYPE)
-    if name is not None and reward_names is not None and not (isinstance(name, str) and name in reward_names):
-        raise BadRow(f"metadata.{RM_TYPE} is {name!r}; the built-in rewards are {', '.join(sorted(reward_names))}")
+    if name is not None and reward_names is not None:
+        if not (isinstance(name, str) and name in reward_names):
+            raise BadRow(f"metadata.{RM_TYPE} is {name!r}; the built-in rewards are {', '.join(sorted(reward_names))}")
+        # A function of the row's own may score it, or make what is missing.
+        if (problem := reward_names[name]) and not any(metadata.get(key) for key in HOOK_PARAMETERS):
+            raise BadRow(f"metadata.{RM_TYPE} is {name!r}, which {problem}")
     kwargs = metadata.get(CHAT_KWARGS)
     if kwargs is not None and not isinstance(kwargs, dict):
         raise BadRow(f"metadata.{CHAT_KWARGS} is {kind_of(kwargs)}; an object is expected")

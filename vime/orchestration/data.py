@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config, modes
-from vime.config.eval_sets import eval_sets
+from vime.config.eval_sets import EvalSet, eval_sets
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
 from vime.data.records import RowKeys
 from vime.data.source import check_batch_size, make_buffer, make_own_source
+from vime.errors import ConfigError
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
-from vime.rewards import REWARD_NAMES
+from vime.rewards.score import reward_key_problem, usable_rewards
 
 _PROBE_PROMPTS = 4
 _PROBE_TEXTS = ("1 + 1 =", "The capital of France is", "def add(a, b):", "Once upon a time")
@@ -25,21 +26,56 @@ def check_data(config: Config) -> CheckedRows | None:
     Returns: the rows to train on; None where the run has no use for them.
     Raises: DataError, ConfigError.
     """
-    names = REWARD_NAMES if modes.generates(config) else None
-    rows = check_prompts(config, names) if modes.reads_prompts(config) else None
-    if rows is not None:
+    generates = modes.generates(config)
+    rows = None
+    if modes.reads_prompts(config):
+        if generates and (problem := reward_key_problem(config.reward, config.reward.reward_key)):
+            raise ConfigError(f"the reward {problem}")
+        rows = check_prompts(config, _rewards_of_rows(config) if generates else None)
         check_batch_size(config, len(rows))
-    if modes.generates(config):
-        for held_out in eval_sets(config):
-            keys = RowKeys(
-                held_out.input_key,
-                held_out.label_key,
-                held_out.metadata_key,
-                held_out.tool_key,
-                held_out.apply_chat_template,
-            )
-            check_rows([held_out.path], keys, reward_names=names)
+    for held_out in eval_sets(config) if generates else ():
+        _check_held_out(config, held_out)
     return rows
+
+
+def _rewards_of_rows(config: Config) -> Mapping[str, str | None]:
+    rollout = config.rollout
+    has_label = config.data.label_key is not None or _users_code_runs(
+        config, rollout.rollout_function_path, rollout.custom_generate_function_path
+    )
+    return usable_rewards(config.reward, reward_key=config.reward.reward_key, has_label=has_label)
+
+
+def _users_code_runs(config: Config, rollout_function: str, generate_function: str | None) -> bool:
+    """Whether a function of the user's sees samples before their reward, and may give them what they lack."""
+    is_own = not rollout_function.startswith("vime.")
+    return is_own or generate_function is not None or bool(config.rollout.rollout_sample_hook_path)
+
+
+def _check_held_out(config: Config, held_out: EvalSet) -> None:
+    """The rows of a held-out set, and what scores them. Raises: DataError, ConfigError."""
+    function = config.rollout.eval_function_path or config.rollout.rollout_function_path
+    has_label = held_out.label_key is not None or _users_code_runs(
+        config, function, held_out.custom_generate_function_path
+    )
+    names = usable_rewards(config.reward, reward_key=held_out.reward_key, has_label=has_label)
+    if held_out.rm_type is not None:
+        problem = names[held_out.rm_type]
+    else:
+        problem = reward_key_problem(config.reward, held_out.reward_key)
+    if problem:
+        named = f"rm_type {held_out.rm_type}" if held_out.rm_type is not None else "the run's reward"
+        raise ConfigError(f"held-out set {held_out.name}: {named} {problem}")
+    keys = RowKeys(
+        held_out.input_key,
+        held_out.label_key,
+        held_out.metadata_key,
+        held_out.tool_key,
+        held_out.apply_chat_template,
+    )
+    # The set's rm_type goes before a row's own.
+    rows_names = names if held_out.rm_type is None else dict.fromkeys(names)
+    check_rows([held_out.path], keys, reward_names=rows_names)
 
 
 def build_source(

@@ -222,6 +222,39 @@ def default_reward_keys(settings: RewardConfig) -> tuple[str | None, str | None]
     return (spec.entries[0], spec.entries[-1]) if spec is not None and spec.entries else (None, None)
 
 
+def reward_key_problem(settings: RewardConfig, reward_key: str | None, *, rm_type: str | None = None) -> str | None:
+    """Why a dict of the run's reward, or of the built-in `rm_type`, holds no entry of this key; in words after it."""
+    rm_type = rm_type or settings.rm_type
+    entries: tuple[str, ...] = ()
+    if rm_type is not None:
+        entries = REWARDS[rm_type].entries if rm_type in REWARDS else ()
+    elif settings.rm_parts:
+        entries = (*part_names(settings.rm_parts), TOTAL)
+    if not entries or reward_key in entries:
+        return None
+    given = "no key is given" if reward_key is None else f"the key is {reward_key!r}"
+    return (
+        f"gives {', '.join(entries)}, but {given}; choose one of them by --reward-key (in evaluation by "
+        "--eval-reward-key, or reward_key of the set)"
+    )
+
+
+def usable_rewards(settings: RewardConfig, *, reward_key: str | None, has_label: bool) -> dict[str, str | None]:
+    """What a sample's metadata.rm_type may say, and why this run cannot use it, in words after it; None where it can.
+
+    Args: reward_key: the entry of a dict reward that counts. has_label: samples have one.
+    """
+    found: dict[str, str | None] = {}
+    for name in REWARD_NAMES:
+        if name in REMOTE:
+            found[name] = None if settings.rm_url else "asks a server for rewards; give its address by --rm-url"
+        elif REWARDS[name].needs_label and not has_label:
+            found[name] = "compares with a label; name its key by --label-key (of a held-out set: --eval-label-key)"
+        else:
+            found[name] = reward_key_problem(settings, reward_key, rm_type=name)
+    return found
+
+
 async def score_samples(config: RolloutContext, samples: Sequence[Sample]) -> None:
     """`Scorer.score` with the context's reward function, whatever it is; a plain function is awaited per sample."""
     reward = config.reward
@@ -303,7 +336,9 @@ __all__ = [
     "check_reward",
     "default_reward_keys",
     "make_reward_function",
+    "reward_key_problem",
     "scalar_reward",
     "score_samples",
     "take_reward_metrics",
+    "usable_rewards",
 ]
