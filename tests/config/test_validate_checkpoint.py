@@ -17,7 +17,11 @@ def test_a_metric_of_every_step_needs_nothing() -> None:
 
 def test_a_held_out_metric_needs_held_out_sets() -> None:
     assert "nothing is evaluated" in problems("eval/heldout")[0]
-    assert problems("eval/heldout", eval=EvalConfig(eval_prompt_data=["heldout", "x.jsonl"])) == []
+    sets = EvalConfig(eval_prompt_data=["heldout", "x.jsonl", "held-in", "y.jsonl"])
+    for metric in ("eval/heldout", "eval/heldout-pass@2", "eval/held-in", "eval/held-in-reward/acc:min"):
+        assert problems(metric, eval=sets) == []
+    (problem,) = problems("eval/helout", eval=sets)
+    assert problem == "--keep-best-checkpoint is eval/helout, but the held-out sets are heldout, held-in"
 
 
 def test_a_word_that_is_no_metric_is_named() -> None:

@@ -31,6 +31,7 @@ LLAMA = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
+    "max_position_embeddings": 64,
     "rope_theta": 1e5,
     "torch_dtype": "float32",
 }
@@ -64,6 +65,7 @@ def test_llama_settings_use_the_older_names_and_defaults():
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA, {"hidden_size": None}, "hidden_size"),
+        (LLAMA, {"max_position_embeddings": None}, "max_position_embeddings"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(base, change, word):

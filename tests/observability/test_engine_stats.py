@@ -24,6 +24,10 @@ def test_two_readings_describe_the_time_between_them():
 
 def test_an_engine_that_was_restarted_counts_from_zero():
     assert EngineStats(num_requests=2, queue_s=1).since(EngineStats(num_requests=9, queue_s=50)).queue_s == 1
+    more_since = EngineStats(num_requests=12, queue_s=1).since(EngineStats(num_requests=9, queue_s=50))
+    assert (more_since.num_requests, more_since.queue_s) == (12, 1)
+    smaller = EngineStats(num_requests=12, rss_bytes=1).since(EngineStats(num_requests=9, rss_bytes=2))
+    assert (smaller.num_requests, smaller.rss_bytes) == (3, 1), "memory is no total"
 
 
 def test_no_requests_give_no_latencies():

@@ -174,7 +174,7 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     fill("cluster", "platform", platform.name, PLATFORM)
     if not cluster.rollout_external_engine_addrs:
         fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
-    positions = int(model.get("max_position_embeddings") or 2048)
+    positions = model["max_position_embeddings"]
     fill("rollout", "rollout_max_context_len", positions, CHECKPOINT)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     fill("train", "global_batch_size", samples // (config.train.num_steps_per_rollout or 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from vime.config import Config
-from vime.config.eval_sets import has_eval_sets
+from vime.config.eval_sets import eval_sets, has_eval_sets
 from vime.config.modes import generates
 from vime.errors import ConfigError
 
@@ -42,3 +42,15 @@ def check_checkpoints(config: Config, metric_problem: Callable[[str], str | None
         yield f"--keep-best-checkpoint is {best}, {problem}"
     elif metric.startswith("eval/") and not (generates(config) and has_eval_sets(config)):
         yield f"--keep-best-checkpoint is {best}, but nothing is evaluated; add --eval-prompt-data or --eval-config"
+    elif metric.startswith("eval/"):
+        yield from _check_set(config, best, metric.removeprefix("eval/"))
+
+
+def _check_set(config: Config, best: str, metric: str) -> Iterator[str]:
+    """Whether there is a held-out set that the metric, without "eval/", belongs to."""
+    try:
+        names = [held_out.name for held_out in eval_sets(config)]
+    except ConfigError:
+        return  # said by check_eval_sets
+    if not any(metric == name or metric.startswith(f"{name}-") for name in names):
+        yield f"--keep-best-checkpoint is {best}, but the held-out sets are {', '.join(names)}"

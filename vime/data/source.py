@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def take_groups(source: DataSource, n: int) -> list[Group]:
         raise DataError(f"{name} returned {len(groups)} groups; a source that comes to its end starts over, or raises")
     if empty := [group.group_id for group in groups if not group.samples]:
         raise DataError(f"{name} returned the group {empty[0]} without samples")
-    ids = [group.group_id for group in groups]
-    if twice := sorted({i for i in ids if ids.count(i) > 1 or i < 0}):
+    counts = Counter(group.group_id for group in groups)
+    if twice := sorted(i for i, count in counts.items() if count > 1 or i < 0):
         raise DataError(f"{name} returned the group id {twice[0]} twice, or it is negative; every group has its own")
     return groups

@@ -123,7 +123,7 @@ class Family(ABC):
         return ModelSettings(
             transformer=transformer,
             vocab_size=hf["vocab_size"],
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            max_position_embeddings=hf["max_position_embeddings"],
             rotary_base=rotary_base(hf),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
@@ -215,7 +215,14 @@ def unsupported_values(hf: Mapping[str, Any], expected: Mapping[str, Any]) -> li
     ]
 
 
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 def _missing(hf: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,8 @@ class EngineStats:
 
     def since(self, earlier: EngineStats) -> EngineStats:
         """What happened after `earlier`, a reading of the same engine; an engine restarted since counts from 0."""
-        restarted = self.num_requests < earlier.num_requests
+        totals = [f.name for f in fields(self) if f.name != "rss_bytes"]
+        restarted = any(getattr(self, name) < getattr(earlier, name) for name in totals)
         base = EngineStats() if restarted else earlier
         difference = {f.name: getattr(self, f.name) - getattr(base, f.name) for f in fields(self)}
         return EngineStats(**{**difference, "rss_bytes": self.rss_bytes})

@@ -88,7 +88,7 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
         self._slots: asyncio.Semaphore | None = None
         self._counts: Counter[str] = Counter()
-        self._latencies: list[float] = []
+        self._answers, self._answers_s, self._slowest_s = 0, 0.0, 0.0
         self._openings_told = 0
 
     async def score(self, request: Mapping[str, Any]) -> RemoteAnswer:
@@ -107,15 +107,16 @@ class RemoteReward:
         """Counts and seconds since the last call, by the last part of the metric's name; empty if nothing was asked."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-            latencies, self._latencies = self._latencies, []
+            answers, total_s, slowest_s = self._answers, self._answers_s, self._slowest_s
+            self._answers, self._answers_s, self._slowest_s = 0, 0.0, 0.0
         if not counts:
             return {}
         openings = self._breaker.num_openings
         metrics = {name: float(counts[name]) for name in ("requests", "retries", "failed_samples")}
         metrics["breaker_openings"] = float(openings - self._openings_told)
         self._openings_told = openings
-        if latencies:
-            metrics |= {"latency_mean": sum(latencies) / len(latencies), "latency_max": max(latencies)}
+        if answers:
+            metrics |= {"latency_mean": total_s / answers, "latency_max": slowest_s}
         return metrics
 
     def close(self) -> None:
@@ -194,8 +195,10 @@ class RemoteReward:
             raise _Unwell(f"no answer within {self._timeout_s:g} s", is_timeout=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise _Unwell(f"{type(error).__name__}: {error}") from error
+        seconds = time.monotonic() - started
         with self._lock:
-            self._latencies.append(time.monotonic() - started)
+            self._answers, self._answers_s = self._answers + 1, self._answers_s + seconds
+            self._slowest_s = max(self._slowest_s, seconds)
         return answer
 
     def _check_status(self, response: aiohttp.ClientResponse, text: bytes) -> None:
