@@ -20,6 +20,7 @@ from vime.engine.vllm.client import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.weight_sync import shm
 from vime.weight_sync.plan import WeightSync
+from vime.weight_sync.verify import ProbeTolerance
 
 pytestmark = pytest.mark.engine
 
@@ -82,7 +83,7 @@ def test_embedding_and_head_of_a_tied_model_are_the_trainers_after_each_sync(tie
             transport="shm",
             probe_prompts=PROMPTS,
             probe_interval=1,
-            probe_tolerance=1e-5,
+            probe_tolerance=ProbeTolerance(1e-5),
         )
         sync.publish()
         synced = greedy(tied.control)

@@ -3,6 +3,7 @@ import pytest
 from vime.config import Config, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import ConfigError
 from vime.orchestration import sizes
+from vime.weight_sync.verify import ProbeTolerance
 
 
 def config(**rollout: int) -> Config:
@@ -28,10 +29,10 @@ def test_epochs_are_rounded_up_to_whole_rollouts() -> None:
 
 
 def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
-    assert sizes.probe_tolerance(config(), {"dtype": "float32"}) == 1e-4
-    assert sizes.probe_tolerance(config(), {"torch_dtype": "bfloat16"}) == 0.25
+    assert sizes.probe_tolerance(config(), {"dtype": "float32"}) == ProbeTolerance(1e-4, "max")
+    assert sizes.probe_tolerance(config(), {"torch_dtype": "bfloat16"}) == ProbeTolerance(0.1, "mean")
     given = Config(rollout=config().rollout, sync=SyncConfig(weight_probe_tolerance=0.5))
-    assert sizes.probe_tolerance(given, {"dtype": "float32"}) == 0.5
+    assert sizes.probe_tolerance(given, {"dtype": "float32"}) == ProbeTolerance(0.5, "max")
 
 
 def test_auto_takes_the_platforms_best_transport_that_reaches_the_engines() -> None:

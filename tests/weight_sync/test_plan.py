@@ -14,6 +14,7 @@ from vime.errors import EngineDead, WeightSyncError
 from vime.protocols import Completion, ProbeResult
 from vime.types import VersionSpan
 from vime.weight_sync.plan import WeightSync
+from vime.weight_sync.verify import ProbeTolerance
 from vime.wire import BucketMessage
 
 
@@ -87,7 +88,7 @@ def make(num_engines: int = 1, interval: int = 0, **engine: Any) -> tuple[Weight
         transport="shm",
         probe_prompts=[(1, 2, 3)],
         probe_interval=interval,
-        probe_tolerance=1e-4,
+        probe_tolerance=ProbeTolerance(1e-4),
     )
     return sync, log, engines, trainer
 
@@ -190,7 +191,7 @@ def test_without_engines_or_without_prompts_to_probe_with_there_is_no_sync() -> 
             transport="shm",
             probe_prompts=[],
             probe_interval=5,
-            probe_tolerance=1e-4,
+            probe_tolerance=ProbeTolerance(1e-4),
         )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from vime.errors import WeightSyncError
 from vime.protocols import Completion, ProbeResult
-from vime.weight_sync.verify import compare_probe, probe_sequences
+from vime.weight_sync.verify import ProbeReport, ProbeTolerance, compare_probe, probe_sequences
 
 
 def probe(*log_probs: tuple[float, ...]) -> ProbeResult:
@@ -43,3 +43,21 @@ def test_missing_scores_are_never_agreement(
 def test_a_probe_without_tokens_verifies_nothing() -> None:
     with pytest.raises(WeightSyncError, match="no tokens"):
         compare_probe(probe(()), [np.array([np.nan, -1.0])])
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "exceeded"),
+    [
+        (ProbeTolerance(0.5), False),  # the bound itself is allowed
+        (ProbeTolerance(0.49), True),
+        (ProbeTolerance(0.375, "mean"), False),
+        (ProbeTolerance(0.37, "mean"), True),
+    ],
+)
+def test_a_tolerance_bounds_the_largest_or_the_mean_difference(tolerance: ProbeTolerance, exceeded: bool) -> None:
+    report = compare_probe(probe((-1.0, -2.0)), [np.array([np.nan, -9.0, -1.5, -2.25])])
+    assert tolerance.exceeded(report) is exceeded
+
+
+def test_a_difference_that_is_no_number_exceeds_every_tolerance() -> None:
+    assert ProbeTolerance(1e9, "mean").exceeded(ProbeReport(1, float("nan"), float("nan"), ""))

@@ -280,7 +280,7 @@ class SyncConfig:
         "probe the engines (greedy tokens re-scored by the trainer) every this many syncs, and at the first; 0: never",
     )
     weight_probe_tolerance: float | None = setting(
-        None, "largest log-prob difference a probe may show; default: 1e-4 in float32, 0.25 in bf16"
+        None, "log-prob difference a probe may show: at any token in float32 (default 1e-4), on average in bf16 (0.1)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vime.config import Config
@@ -12,13 +13,13 @@ from vime.config.eval_sets import eval_sets
 from vime.config.modes import evaluates_without_trainer
 from vime.config.parallel import parallel_sizes
 from vime.errors import ConfigError
-from vime.weight_sync.verify import DEFAULT_TOLERANCE
+from vime.weight_sync.verify import DEFAULT_TOLERANCE, ProbeTolerance
 
 
-def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> float:
-    """Nats; --weight-probe-tolerance or the dtype's."""
-    wanted = config.sync.weight_probe_tolerance
-    return wanted if wanted is not None else DEFAULT_TOLERANCE[run_dtype(config.megatron, hf_config)]
+def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> ProbeTolerance:
+    """The dtype's, with --weight-probe-tolerance as its bound where that is given."""
+    wanted, default = config.sync.weight_probe_tolerance, DEFAULT_TOLERANCE[run_dtype(config.megatron, hf_config)]
+    return default if wanted is None else replace(default, bound=wanted)
 
 
 def max_model_len(config: Config, hf_config: Mapping[str, Any]) -> int:

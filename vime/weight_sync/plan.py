@@ -23,7 +23,7 @@ from vime.errors import WeightSyncError
 from vime.observability.trace import Span, SpanLog
 from vime.protocols import Engine, Trainer
 from vime.types import Metrics, PolicyVersion
-from vime.weight_sync.verify import PROBE_TOKENS, ProbeReport, compare_probe, probe_sequences
+from vime.weight_sync.verify import PROBE_TOKENS, ProbeReport, ProbeTolerance, compare_probe, probe_sequences
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ class WeightSync:
         transport: name of the transport whose writer the trainer uses.
         probe_prompts: tokenized prompts; needed unless `probe_interval` is 0.
         probe_interval: probe at the first publish and every this many after it; 0: never.
-        probe_tolerance: largest log-prob difference a probe may show.
+        probe_tolerance: how large a log-prob difference a probe may show.
         first_version: the version the first publish makes (a resumed run continues counting).
         on_version: called with each version that counts (clients of engines that do not report it need it).
     Raises: ValueError if probes are wanted but there are no prompts, or there is no engine.
@@ -52,7 +52,7 @@ class WeightSync:
         transport: str,
         probe_prompts: Sequence[Sequence[int]],
         probe_interval: int,
-        probe_tolerance: float,
+        probe_tolerance: ProbeTolerance,
         first_version: PolicyVersion = 1,
         on_version: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
@@ -137,14 +137,16 @@ class WeightSync:
         scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
         count = len(self._prompts)
         reports = [compare_probe(probe, scores[i * count : (i + 1) * count]) for i, probe in enumerate(probes)]
-        worst: ProbeReport = max(reports, key=lambda report: report.max)
+        worst: ProbeReport = max(reports, key=lambda report: getattr(report, self._tolerance.statistic))
         self.metrics["weight_sync/probe_abs_diff_max"] = worst.max
         self.metrics["weight_sync/probe_abs_diff_mean"] = sum(r.mean for r in reports) / len(reports)
-        if worst.max > self._tolerance:
+        if self._tolerance.exceeded(worst):
             message = (
-                f"the probe of version {version} failed on engine {reports.index(worst)}: log-probs differ by "
-                f"{worst.max:.3g} (allowed: {self._tolerance:.3g}), mean {worst.mean:.3g} over {worst.num_tokens} "
-                f"tokens; {worst.worst}. The engine does not compute with the trainer's weights"
+                f"the probe of version {version} failed on engine {reports.index(worst)}: over {worst.num_tokens} "
+                f"tokens log-probs differ by {worst.mean:.3g} in the mean and {worst.max:.3g} at most (allowed: "
+                f"{self._tolerance.statistic} {self._tolerance.bound:.3g}); {worst.worst}. The engine does not compute "
+                "with the trainer's weights; if their arithmetic is known to differ so much, raise "
+                "--weight-probe-tolerance"
             )
             self._each("mark unfit", lambda engine: engine.mark_unfit(message))
             raise WeightSyncError(message)

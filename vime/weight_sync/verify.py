@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,26 @@ from vime.errors import WeightSyncError
 from vime.protocols import ProbeResult
 
 PROBE_TOKENS = 64  # greedy tokens per prompt
-# The largest log-prob difference of a right weight sync: rounding, amplified by depth.
-DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTolerance:
+    """How far engine and trainer may be apart after a right weight sync: rounding, amplified by depth."""
+
+    bound: float
+    """Nats."""
+    statistic: Literal["max", "mean"] = "max"
+    """Of the differences over all probed tokens."""
+
+    def exceeded(self, report: ProbeReport) -> bool:
+        """Whether the report shows more than rounding; a NaN counts."""
+        value: float = getattr(report, self.statistic)
+        return not value <= self.bound
+
+
+# In bf16 a single token may differ by 1 nat and more between two right computations (seen up to 1.4 with SmolLM2-135M),
+# while the mean stays near 0.02; wrong weights move the mean of greedy tokens by far more than 0.1.
+DEFAULT_TOLERANCE = {"float32": ProbeTolerance(1e-4), "bfloat16": ProbeTolerance(0.1, "mean")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from vime.errors import WeightSyncError
 from vime.protocols import GenerateRequest, SamplingParams
 from vime.weight_sync import disk, gloo, shm
 from vime.weight_sync.plan import WeightSync
+from vime.weight_sync.verify import ProbeTolerance
 from vime.wire import BucketMessage
 
 pytestmark = pytest.mark.engine
@@ -57,7 +58,7 @@ def make_sync(trainer: HfTrainer, control: VllmEngine, transport: str = "shm", f
         transport=transport,
         probe_prompts=PROMPTS,
         probe_interval=1,
-        probe_tolerance=1e-4,
+        probe_tolerance=ProbeTolerance(1e-4),
         first_version=first_version,
     )
 
