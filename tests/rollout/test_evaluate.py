@@ -193,7 +193,7 @@ eval:
       stop: ["!"]
       stop_token_ids: [9]
       max_prompt_len: 3
-      metadata_overrides: {{split: test}}
+      metadata_overrides: {{split: test, notes: []}}
     - {{name: turns, path: {tmp_path / "small.jsonl"}, custom_generate_function_path: tests.rollout.hooks.two_turns}}
 """
     )
@@ -211,6 +211,8 @@ eval:
     (other,) = [g for g in result.groups if g.samples[0].metadata["eval_set"] == "other"]
     assert [s.metadata["rm_type"] for s in other.samples] == ["gsm8k"] * 2, "over the line's own"
     assert other.samples[0].metadata["split"] == "test"
+    other.samples[0].metadata["notes"].append("mine")
+    assert other.samples[1].metadata["notes"] == [], "siblings share no object that a hook may write into"
     turns = [s for g in result.groups for s in g.samples if s.metadata["eval_set"] == "turns"]
     assert {s.loss_mask.count(0) for s in turns} == {1}, "the tool's token"
     assert sorted(s.sample_id for g in result.groups for s in g.samples) == list(range(4 + 8 + 2 + 4))

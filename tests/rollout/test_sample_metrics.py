@@ -1,6 +1,7 @@
 import math
 import random
 import string
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,9 @@ def test_pass_rates_and_lengths_of_right_answers():
     metrics = metrics_of(sample(0, [1], 1.0), sample(1, [1, 1], 0.0), sample(2, [1], 0.0), sample(3, [1], 0.0))
     assert (metrics["passrate/pass@1"], metrics["passrate/pass@2"]) == (0.25, 0.5)
     assert metrics["rollout/correct_length/mean"] == 1
+    siblings = [replace(sample(n, [1], float(n < 2)), group_id=0, trajectory_id=n // 2) for n in range(4)]
+    assert metrics_of(*siblings)["passrate/pass@1"] == 0.5
+    assert "passrate/pass@4" not in metrics_of(*siblings), "siblings count once"
     assert "passrate/pass@1" not in metrics_of(sample(0, [1], 0.5), sample(1, [1], 1.0)), "no rate of partial rewards"
     assert "passrate/pass@1" not in metrics_of(sample(0, [1], None), sample(1, [1], None)), "supervised: no rewards"
 

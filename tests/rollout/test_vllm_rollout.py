@@ -261,6 +261,9 @@ def test_siblings_share_group_and_trajectory(tokenizer: Any, pool: GraderPool) -
     assert [s.trajectory_id for s in group.samples] == [2, 2, 3, 3]
     assert {s.group_id for s in group.samples} == {1}
     assert [s.reward for s in group.samples] == [0.0, 1.0, 0.0, 1.0]
+    uneven = "tests.rollout.test_evaluate.one_or_two"
+    result = Bench(tokenizer, pool, custom_generate_function_path=uneven, reward={}).run()
+    assert result.metrics["rollout/raw_reward"] == 0.75, "rewards (1, 0) and (1) of two trajectories"
 
 
 def test_an_aborted_episode_is_tried_again_without_its_siblings(pool: GraderPool) -> None:

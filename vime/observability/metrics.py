@@ -63,7 +63,7 @@ data/num_<what> | count | `prompts`: in an epoch; `dropped_prompts`: left out at
 multi_turn/round_number/<statistic> | turns | times the policy had the word in a sample trained on (runs of mask 1): `mean`, `median`, `min`, `max`; multi_turn/ is there when somebody else wrote into a response
 multi_turn/raw_response_length/<statistic> | tokens | response length, tool and environment tokens included
 multi_turn/wo_obs_response_length/<statistic> | tokens | the policy's own tokens alone (mask 1)
-passrate/pass@<k> | ratio | probability that one of k samples of a prompt trained on has reward 1; where all rewards are 0 or 1. A dynamic filter has chosen the prompts before
+passrate/pass@<k> | ratio | probability that one of k trajectories of a prompt trained on has reward 1; where all rewards are 0 or 1. A dynamic filter has chosen the prompts before
 staleness/{mean,max} | versions | policy version the trainer holds minus that of a sample's oldest trainable token, over samples trained on
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
 train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
@@ -91,7 +91,7 @@ eval/<set>-failed_ratio | ratio | held-out samples without a score, counted as r
 eval/<set>-reward_<verdict> | ratio | held-out samples whose grading ended without a judgement, by verdict
 eval/<set>-reward/<part> | reward | mean of one entry of dict rewards over the held-out set
 eval/<set>-response_len/<statistic> | tokens | response length in the set: `mean`, `median`, `min`, `max`
-eval/<set>-pass@<k> | ratio | probability that one of k samples of a held-out prompt has a reward of at least 1
+eval/<set>-pass@<k> | ratio | probability that one of k trajectories of a held-out prompt has a reward of at least 1
 eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prompts`: those longer than --eval-max-prompt-len
 perf/step_time | s | wall time of the step, from the end of the one before it: the sum of its stages and perf/other_time. A step that evaluates or saves holds that, too
 perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time, perf/save_model_time and perf/save_hf_time: what compares from step to step, and what the shares below are of

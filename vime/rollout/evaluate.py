@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from vime.config import Config
 from vime.config.eval_sets import EvalSet
+from vime.data.buffer import new_group
 from vime.errors import EngineError, VimeError
 from vime.protocols import Engines, RolloutContext, SamplingParams
-from vime.rewards.score import scalar_reward
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.generate import request_seed
 from vime.rollout.runner import GroupRunner, Outcome
-from vime.rollout.stats import length_metrics, reward_entries, verdict_ratios
+from vime.rollout.stats import length_metrics, reward_entries, trajectory_rewards, verdict_ratios
 from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
 
 SET_KEY = "eval_set"
@@ -119,7 +120,7 @@ def set_metrics(name: str, groups: Sequence[Group], reward_key: str | None) -> M
     pass@k counts rewards of 1 and above, with the estimator of arXiv:2107.03374, eq. 1, for k up to the smallest group.
     """
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [_trajectory_rewards(group, reward_key) for group in groups]
+    rewards = [trajectory_rewards(group, reward_key) for group in groups]
     prompt_means = np.array([np.mean(of_group) for of_group in rewards])
     prefix = f"eval/{name}"
     metrics: Metrics = {
@@ -166,21 +167,12 @@ def _groups(held_out: HeldOutSet, first: tuple[int, int]) -> Iterator[Group]:
         forced["rm_type"] = settings.rm_type
     n = settings.n_samples_per_eval_prompt
     for place, prompt in enumerate(held_out):
-        group_id = first[0] + place
-        ids = [first[1] + place * n + i for i in range(n)]
-        samples = [
-            Sample(
-                prompt=prompt.prompt,
-                tokens=prompt.tokens,
-                label=prompt.label,
-                metadata={**prompt.metadata, **forced},
-                group_id=group_id,
-                sample_id=sample_id,
-                trajectory_id=sample_id,
-            )
-            for sample_id in ids
-        ]
-        yield Group(group_id, samples)
+        yield new_group(
+            replace(prompt, metadata={**prompt.metadata, **forced}),
+            group_id=first[0] + place,
+            first_sample_id=first[1] + place * n,
+            n_samples=n,
+        )
 
 
 def _check_failures(name: str, outcomes: Sequence[Outcome]) -> None:
@@ -197,18 +189,6 @@ def _check_failures(name: str, outcomes: Sequence[Outcome]) -> None:
             for sample in outcome.group.samples:
                 sample.status = SampleStatus.FAILED
                 sample.metadata["error"] = "generate: aborted by the engine"
-
-
-def _trajectory_rewards(group: Group, key: str | None) -> list[float]:
-    """One reward per trajectory of the group: the mean over its siblings."""
-    found: dict[int, list[float]] = {}
-    for sample in group.samples:
-        found.setdefault(sample.trajectory_id, []).append(_reward(sample, key))
-    return [sum(rewards) / len(rewards) for rewards in found.values()]
-
-
-def _reward(sample: Sample, key: str | None) -> float:
-    return 0.0 if sample.status is SampleStatus.FAILED else scalar_reward(sample.reward, key)
 
 
 def _share(samples: Sequence[Sample], status: SampleStatus) -> float:

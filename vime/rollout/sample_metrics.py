@@ -9,7 +9,7 @@ from vime.errors import RewardError
 from vime.observability.trace import OWN_SPANS, seconds_outside_generation
 from vime.rewards.score import scalar_reward
 from vime.rollout.evaluate import pass_at_k
-from vime.rollout.stats import length_metrics
+from vime.rollout.stats import length_metrics, trajectory_rewards
 from vime.types import Group, Metrics, PolicyVersion, Sample
 
 _REPETITION_CHARACTERS = 10_000  # the end of a response, where a loop would be
@@ -108,22 +108,16 @@ def _staleness(samples: Sequence[Sample], masks: Sequence[bytes], version: Polic
 
 def _pass_rate(groups: Sequence[Group], reward_key: str | None) -> Metrics:
     try:
-        rewards = [[scalar_reward(s.reward, reward_key) for s in g.samples] for g in groups]
+        rewards = [trajectory_rewards(group, reward_key) for group in groups]
+        lengths = [s.response_length for g in groups for s in g.samples if scalar_reward(s.reward, reward_key) >= 1]
     except RewardError:  # supervised data, or a rollout function of the user's that leaves rewards to the batch
         return {}
-    flat = [r for group in rewards for r in group]
-    metrics: Metrics = {}
+    metrics = length_metrics("rollout/correct_length", lengths)
     smallest = min(map(len, rewards))
-    if smallest > 1 and set(flat) <= {0.0, 1.0}:
+    if smallest > 1 and all(reward in (0.0, 1.0) for of_group in rewards for reward in of_group):
         k = 1
         while k <= smallest:
-            rates = [pass_at_k(len(group), sum(r >= 1 for r in group), k) for group in rewards]
+            rates = [pass_at_k(len(of_group), sum(r >= 1 for r in of_group), k) for of_group in rewards]
             metrics[f"passrate/pass@{k}"] = sum(rates) / len(rates)
             k *= 2
-    lengths = [
-        s.response_length
-        for g, rs in zip(groups, rewards, strict=True)
-        for s, r in zip(g.samples, rs, strict=True)
-        if r >= 1
-    ]
-    return metrics | length_metrics("rollout/correct_length", lengths)
+    return metrics

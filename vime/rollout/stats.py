@@ -86,6 +86,18 @@ class RolloutStats:
         return metrics
 
 
+def trajectory_rewards(group: Group, key: str | None) -> list[float]:
+    """One reward per trajectory of the group, the mean over its siblings; a failed sample counts as 0.
+
+    Args: key: the entry of a dict reward that counts. Raises: RewardError for a sample without a number.
+    """
+    found: dict[int, list[float]] = {}
+    for sample in group.samples:
+        reward = 0.0 if sample.status is SampleStatus.FAILED else scalar_reward(sample.reward, key)
+        found.setdefault(sample.trajectory_id, []).append(reward)
+    return [sum(rewards) / len(rewards) for rewards in found.values()]
+
+
 def verdict_ratios(prefix: str, samples: Sequence[Sample]) -> Metrics:
     """Shares of samples whose grading ended without a judgement, by verdict, under prefix + verdict."""
     counts = Counter(sample.metadata.get(VERDICT_KEY, "") for sample in samples)

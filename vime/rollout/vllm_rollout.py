@@ -16,13 +16,13 @@ from vime.data.source import take_groups
 from vime.errors import EngineError, VimeError
 from vime.observability.trace import add_span
 from vime.protocols import DataSource, Engines, RolloutContext
-from vime.rewards.score import scalar_reward, take_reward_metrics
+from vime.rewards.score import take_reward_metrics
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.evaluate import evaluate
 from vime.rollout.filters import FilterOutput
 from vime.rollout.generate import request_seed, rollout_sampling
 from vime.rollout.runner import GroupRunner, Outcome
-from vime.rollout.stats import RolloutStats
+from vime.rollout.stats import RolloutStats, trajectory_rewards
 from vime.rollout.watch import LoopWatch
 from vime.types import Group, RolloutResult, SampleStatus
 
@@ -183,7 +183,7 @@ class _Kept:
         _let_see_all(self._context, self._ended, source)
         self.stats.keep(groups)
         metrics = self.stats.metrics() | take_reward_metrics(self._context)
-        rewards = [scalar_reward(sample.reward, self._reward_key) for group in groups for sample in group.samples]
+        rewards = [reward for group in groups for reward in trajectory_rewards(group, self._reward_key)]
         metrics["rollout/raw_reward"] = sum(rewards) / len(rewards)
         return RolloutResult(groups, metrics)
 
