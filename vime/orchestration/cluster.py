@@ -120,17 +120,18 @@ def reserve(platform: Platform, placement: Placement) -> Reservation:
         [_bundle(platform) for _ in range(count)],
         bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in placement.nodes],
     )
+    bundles = tuple(range(count))
+    reservation = Reservation(group, bundles)
     try:
         ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
+        if platform.ray_resource == "CPU":
+            return reservation
+        numbers = _device_numbers(platform, reservation)
     except GetTimeoutError as error:
         raise ConfigError(
             f"{count} devices exist, but others held some of them for {_RESERVE_TIMEOUT_S:.0f} s; `ray status` lists "
             "what is in use. Wait for it to end, or join another cluster"
         ) from error
-    if platform.ray_resource == "CPU":
-        return Reservation(group, tuple(range(count)))
-    bundles = tuple(range(count))
-    numbers = _device_numbers(platform, Reservation(group, bundles))
     return Reservation(group, in_device_order([node.node_id for node in placement.nodes], numbers))
 
 
@@ -158,7 +159,7 @@ def _device_numbers(platform: Platform, reservation: Reservation) -> list[str]:
         number.options(**claim, scheduling_strategy=reservation.strategy(device)).remote()
         for device in reservation.bundles
     ]
-    return list(ray.get(calls))
+    return list(ray.get(calls, timeout=_RESERVE_TIMEOUT_S))
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:

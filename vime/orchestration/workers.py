@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vime.config import Config
 from vime.errors import ConfigError, TrainingError, VimeError
@@ -27,6 +28,9 @@ from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
 from vime.wire import BucketMessage
 
+_log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 60.0  # a rank that was interrupted inside a collective never answers
 # Two actors may sit on one device when trainer and engines take turns; each claims less than half of it.
 _SHARE = 0.4
 
@@ -269,9 +273,15 @@ class TrainerGroup:
         return spans
 
     def close(self) -> None:
-        """End the ranks: shared memory and process groups are released where the ranks still answer."""
+        """End the ranks: shared memory and process groups are released where the ranks still answer.
+
+        Hides no error that led here: a rank that fails or hangs at its end is killed like the others.
+        """
         if self._is_usable:
-            self._all("close")
+            try:
+                ray.get([w.call.remote("close") for w in self._workers], timeout=_CLOSE_TIMEOUT_S)
+            except RayError as error:
+                _log.warning("not every training rank ended by itself: %s", error)
         for worker in self._workers:
             ray.kill(worker)
         self._meeting.cleanup()

@@ -93,6 +93,9 @@ def test_a_batch_may_be_changed_before_it_is_trained_on(model_folder, make_train
     want = make_trainer(folder).train(replace(batch, loss_mask=mask, loss_weights=weights))
     assert got["train/pg_loss"] == pytest.approx(want["train/pg_loss"], rel=1e-6)
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-6)
+    weighed = replace(batch, extra={PG_WEIGHTS: batch.loss_weights})
+    with pytest.raises(HookError, match=r"changed loss_mask, but left extra\['pg_loss_weights'\]"):
+        make_trainer(folder, **paths(rollout_data_postprocess_path="mask_first_sample")).train(weighed)
     for name, words in (
         ("unmask_prompts", "put tokens under mask 1 that were under mask 0"),
         ("other_tokens", "changed tokens, on which the plan of the step rests"),

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +93,7 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
         """Open the sync: from here until a good finish the weights may not be used."""
         if self._plan is None:
             raise WeightSyncError("start_weight_update came before init_weight_transfer_engine")
-        required = checkpoint_names(self.model_config.model, self.model_config.hf_config)
-        self._ledger = WeightLedger(self._plan.names, required)
+        self._ledger = WeightLedger(self._plan.names, self._required)
         if problem := self._ledger.announcement_problem():
             raise WeightSyncError(problem)
         self._loaded_parameters = set()
@@ -103,6 +103,11 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
             initialize_layerwise_reload(self.model)
         # Named as the checkpoint loader names them: layers restored for loading, before any repacking.
         self._parameters = {name for name, _ in self.model.named_parameters()}
+
+    @cached_property
+    def _required(self) -> frozenset[str] | None:
+        """What every sync must bring: the names of the checkpoint that this engine started from, read once."""
+        return checkpoint_names(self.model_config.model, self.model_config.hf_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket. vLLM's own version synchronizes an accelerator, which a CPU build does not have."""

@@ -22,7 +22,7 @@ from vime.config.hooks import UserFunction
 from vime.protocols import LossInputs, TrainerContext
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy, PolicyModel
-from vime.types import TOKEN_ADVANTAGES, Metrics, TrainBatch
+from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
 
 # What a function that changes the batch must leave as it is: the plan and the packing rest on them.
 _FIXED = ("tokens", "cu_seqlens", "group_ids", "trajectory_ids")
@@ -176,5 +176,10 @@ def _checked_batch(function: UserFunction, before: TrainBatch, after: Any) -> Tr
         raise function.broken("put tokens under mask 1 that were under mask 0; nobody sampled them")
     if np.array_equal(after.loss_mask, before.loss_mask) or after.loss_weights is not before.loss_weights:
         return after
+    if (own := after.extra.get(PG_WEIGHTS)) is not None and own is before.extra.get(PG_WEIGHTS):
+        raise function.broken(
+            f"changed loss_mask, but left extra[{PG_WEIGHTS!r}], which --custom-pg-loss-reducer-function-path made for "
+            "the mask before; give both"
+        )
     weights = token_loss_weights(after.loss_mask, after.cu_seqlens, after.trajectory_ids, after.global_batch_size)
     return replace(after, loss_weights=weights.astype(np.float32))
