@@ -28,6 +28,11 @@ def test_epochs_are_rounded_up_to_whole_rollouts() -> None:
         sizes.number_of_rollouts(config(num_epoch=2), None)
 
 
+def test_an_engine_may_take_as_long_over_a_bucket_as_its_transport_may() -> None:
+    assert sizes.weight_call_timeout_s(Config(sync=SyncConfig(update_weight_timeout_s=3000.0))) > 2 * 3000
+    assert sizes.weight_call_timeout_s(Config()) == 900
+
+
 def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
     assert sizes.probe_tolerance(config(), {"dtype": "float32"}) == ProbeTolerance(1e-4, "max")
     assert sizes.probe_tolerance(config(), {"torch_dtype": "bfloat16"}) == ProbeTolerance(0.1, "mean")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import vime
 from vime.config import Config
 from vime.config.dtype import run_dtype
 from vime.engine.vllm.client import RouterClient, VllmEngine
-from vime.engine.vllm.router import RouterProcess
-from vime.errors import ConfigError, EngineDead, EngineError
-from vime.observability.engine_stats import EngineStats
+from vime.errors import ConfigError, EngineError
 from vime.orchestration import sizes
-from vime.orchestration.engines import EngineFleet, read_stats, start_router
+from vime.orchestration.fleet import Fleet
 
 # Entries of config.json that say nothing about what the model computes.
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -26,8 +24,8 @@ def read_key(config: Config) -> str:
     return Path(config.cluster.rollout_external_engine_key_file).read_text(encoding="utf-8").strip()
 
 
-class ExternalFleet:
-    """The external engines of a run, behind a router of its own. Order of calls as with `EngineFleet`.
+class ExternalFleet(Fleet):
+    """The external engines of a run, behind a router of its own; they outlive it.
 
     Args:
         hf_config: config.json of the run's checkpoint.
@@ -36,11 +34,9 @@ class ExternalFleet:
     """
 
     def __init__(self, config: Config, *, hf_config: Mapping[str, Any], log_dir: Path) -> None:
-        self._config, self._log_dir = config, log_dir
-        self._key = read_key(config)
-        self._router: RouterProcess | None = None
+        super().__init__(config, key=read_key(config), log_dir=log_dir)
         self.addresses = tuple(config.cluster.rollout_external_engine_addrs)
-        self.engines = [VllmEngine(f"http://{address}", self._key) for address in self.addresses]
+        self.engines = [self._engine_at(f"http://{address}") for address in self.addresses]
         self.num_readers = 0
         self.shared_memory_ids: set[str] = set()
         problems: list[str] = []
@@ -85,36 +81,17 @@ class ExternalFleet:
 
     def wait_ready(self, timeout_s: float) -> RouterClient:
         """Start the router; the engines were ready from the start."""
-        urls = [engine.url for engine in self.engines]
-        self._router = start_router(urls, self._key, self._config, self._log_dir)
-        connections = self._config.rollout.rollout_concurrency
-        return RouterClient(self._router.url, urls, self._key, max_connections=connections)
+        return self._serve()
 
     @property
     def num_devices(self) -> int:
         """Devices of all engines: their worker processes."""
         return self.num_readers
 
-    def stats(self) -> list[EngineStats] | None:
-        """See `read_stats`."""
-        return read_stats(self.engines)
-
-    def check_alive(self) -> None:
-        """Raises: EngineDead naming the engines that do not answer, or the router."""
-        if dead := [engine.url for engine in self.engines if not engine.health()]:
-            raise EngineDead(f"external engine {', '.join(dead)} does not answer; its own log says why")
-        if self._router is not None and not self._router.is_alive():
-            raise EngineDead(f"the router is gone; its last words are in {self._log_dir / 'router.log'}")
-
-    def close(self) -> None:
-        """End the router; the engines stay."""
-        if self._router is not None:
-            self._router.stop()
-        for engine in self.engines:
-            engine.close()
-
-
-Fleet: TypeAlias = EngineFleet | ExternalFleet
+    def dead_engines(self) -> str | None:
+        """Those that do not answer."""
+        dead = [engine.url for engine in self.engines if not engine.health()]
+        return f"external engine {', '.join(dead)} does not answer; its own log says why" if dead else None
 
 
 def model_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

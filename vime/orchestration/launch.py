@@ -39,7 +39,8 @@ from vime.orchestration import resume, sizes
 from vime.orchestration.cluster import Reservation, plan_placement, ray_cluster, reserve
 from vime.orchestration.data import build_source, check_data, probe_prompts
 from vime.orchestration.engines import EngineFleet
-from vime.orchestration.external import ExternalFleet, Fleet
+from vime.orchestration.external import ExternalFleet
+from vime.orchestration.fleet import Fleet
 from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.placement import Layout, Placement, describe, plan_layout
 from vime.orchestration.route import route_weights

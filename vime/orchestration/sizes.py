@@ -15,6 +15,8 @@ from vime.config.parallel import parallel_sizes
 from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE, ProbeTolerance
 
+_LOAD_S = 300.0  # of loading a bucket, or of closing a sync
+
 
 def probe_tolerance(config: Config, hf_config: Mapping[str, Any]) -> ProbeTolerance:
     """The dtype's, with --weight-probe-tolerance as its bound where that is given."""
@@ -65,6 +67,11 @@ def number_of_rollouts(config: Config, epoch_size: int | None) -> int:
     if epoch_size is None:
         raise ConfigError("--num-epoch needs prompts of a known number; give --num-rollout for a stream")
     return math.ceil((rollout.num_epoch or 0) * epoch_size / rollout.rollout_batch_size)
+
+
+def weight_call_timeout_s(config: Config) -> float:
+    """How long an engine may take over one bucket: gloo's wait for the others, the way, and the loading."""
+    return 2 * config.sync.update_weight_timeout_s + _LOAD_S
 
 
 def transport_name(config: Config, possible: Sequence[str], *, same_node: bool) -> str:

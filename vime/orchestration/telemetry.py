@@ -14,7 +14,7 @@ from vime.observability.trace import Span
 from vime.observability.trace_file import RunTracer, TraceFile
 from vime.observability.wandb_writer import WandbWriter, find_run_id
 from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
-from vime.orchestration.external import Fleet
+from vime.orchestration.fleet import Fleet
 from vime.rollout.meter import RolloutMeter
 
 _MIB = 1 << 20
