@@ -52,3 +52,6 @@ def test_an_engine_whose_worker_is_gone_counts_as_dead(monkeypatch: pytest.Monke
     fleet = fleet_of(monkeypatch, Worker(lambda: True, lambda: None), Worker(failing(RayActorError()), lambda: None))
     with pytest.raises(EngineDead, match=r"engine \[1\] of 2 is gone.*engine_1.log"):
         fleet.check_alive()
+    fleet = fleet_of(monkeypatch, Worker(failing(GetTimeoutError()), lambda: None))
+    with pytest.raises(EngineDead, match=r"engine \[0\] of 1 is gone"):
+        fleet.check_alive()

@@ -29,6 +29,10 @@ def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
     """Does what the response says; an unknown word is graded 1."""
     if response == "hang":
         time.sleep(3600)
+    if response == "meet":
+        open(os.path.join(label, str(os.getpid())), "w").close()
+        while len(os.listdir(label)) < 2:
+            time.sleep(0.01)
     if response == "hang with a child":
         child = subprocess.Popen(["sleep", "3600"])
         with open(label, "w") as file:

@@ -55,9 +55,7 @@ def test_a_grader_cannot_fill_the_disk(pool: GraderPool, tmp_path: Path) -> None
 
 
 def test_a_hung_grader_is_killed_with_its_children(pool: GraderPool, tmp_path: Path) -> None:
-    started = time.monotonic()
     assert grade(pool, "hang with a child", str(tmp_path / "pid")) == Grade(0.0, "timeout")
-    assert time.monotonic() - started < 10
     child = int((tmp_path / "pid").read_text())
     assert _is_gone(child)
     assert grade(pool, "fine") == FINE
@@ -100,17 +98,14 @@ def test_samples_wait_for_a_worker_and_time_spent_waiting_does_not_count(pool: G
     assert verdicts == ["timeout", "correct", "timeout", *["correct"] * 20]
 
 
-def test_workers_run_side_by_side() -> None:
-    pool = GraderPool(num_workers=2, timeout_s=2.0)
+def test_workers_run_side_by_side(tmp_path: Path) -> None:
+    pool = GraderPool(num_workers=2, timeout_s=30.0)
 
     async def both() -> list[Grade]:
-        await asyncio.gather(*(pool.grade(BAD, "fine", "", {}) for _ in range(2)))
-        return list(await asyncio.gather(*(pool.grade(BAD, "hang", "", {}) for _ in range(2))))
+        return list(await asyncio.gather(*(pool.grade(BAD, "meet", str(tmp_path), {}) for _ in range(2))))
 
     try:
-        started = time.monotonic()
-        assert [g.verdict for g in asyncio.run(both())] == ["timeout", "timeout"]
-        assert time.monotonic() - started < 30
+        assert asyncio.run(both()) == [FINE, FINE], "each ends when the other has begun"
     finally:
         pool.close()
 

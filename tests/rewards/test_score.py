@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,7 +212,6 @@ def test_check_reward_and_scalar_reward() -> None:
 
 
 def test_a_plain_function_runs_in_a_process_that_may_be_killed(pool: GraderPool) -> None:
-    started = time.monotonic()
     deeds = ["abc", "hang", "exit", "eat memory", "raise", "nan", "object", "none", "engines", "numpy", "abcd"]
     samples = score(pool, [sample(deed) for deed in deeds], custom_rm_path=f"{HERE}.plain")
     assert [s.reward for s in samples] == [4.0, *[None] * 8, 2.0, 5.0]
@@ -235,7 +233,6 @@ def test_a_plain_function_runs_in_a_process_that_may_be_killed(pool: GraderPool)
         assert words in problem
     assert [s.metadata.get("reward_verdict") for s in samples[1:4]] == ["timeout", "crashed", "crashed"]
     assert "seen" not in samples[0].metadata
-    assert time.monotonic() - started < 30
 
 
 def test_a_plain_function_may_score_groups_and_give_dicts(pool: GraderPool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from vime.config import Config
 from vime.engine.vllm.client import RouterClient
@@ -21,6 +21,8 @@ from vime.orchestration.workers import start_engine_workers, wait_all
 from vime.platform.base import Platform
 
 _log = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0  # of an engine's worker, which only looks at or ends a process
 
 
 class EngineFleet(Fleet):
@@ -88,15 +90,15 @@ class EngineFleet(Fleet):
         super().close()
         for number, stopped in enumerate([w.stop.remote() for w in self._workers]):
             try:
-                ray.get(stopped, timeout=60)
+                ray.get(stopped, timeout=_ANSWER_S)
             except RayError as error:
                 # A server whose owner is gone ends by itself, and Ray's shutdown ends the owner.
                 _log.warning("engine %d could not be asked to stop: %s", number, error)
 
 
 def _answers_alive(call: Any) -> bool:
-    """The answer of `EngineWorker.is_alive`; no when the worker itself is gone, and its server with it."""
+    """The answer of `EngineWorker.is_alive`; no when the worker itself is gone, and its server with it, or is mute."""
     try:
-        return bool(ray.get(call))
-    except RayActorError:
+        return bool(ray.get(call, timeout=_ANSWER_S))
+    except (RayActorError, GetTimeoutError):
         return False
