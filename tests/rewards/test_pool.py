@@ -123,6 +123,7 @@ def test_graders_that_cannot_be_loaded_are_an_error_and_not_a_grade(pool: Grader
         asyncio.run(pool.grade("maths", "x", "", {}))
     with pytest.raises(RewardError, match="cannot be loaded: ModuleNotFoundError"):
         asyncio.run(pool.grade("no.such.module", "x", "", {}))
+    assert not pool._workers, "no process is left behind"
     with pytest.raises(DataError, match="JSON"):
         asyncio.run(pool.grade(BAD, "x", object(), {}))
     assert grade(pool, "fine") == FINE

@@ -195,6 +195,7 @@ class GraderPool:
                     f"{self._memory_limit_bytes} bytes of address space (--rm-memory-limit-bytes)\n{words}"
                 ) from error
             if "error" in answer:
+                self._discard(worker)  # it has no place among the workers yet, so nobody else would use or end it
                 raise RewardError(f"grader {name!r} cannot be loaded: {answer['error']}")
             worker.loaded.add(name)
         return worker
