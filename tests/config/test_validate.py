@@ -97,6 +97,15 @@ def test_one_kind_of_reward_at_a_time(right: Config) -> None:
     assert problems(random, reward_names=names, rewards_without_label=("remote_rm", "random")) == []
 
 
+def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
+    sft = {"algo__loss_type": "sft_loss", "rollout__rollout_function_path": SFT, "data__label_key": None}
+    found = problems(changed(right, **sft, rollout__n_samples_per_prompt=2))
+    assert found == [
+        "--n-samples-per-prompt is 2, but supervised data has one answer to a prompt; use 1",
+        "--label-key is required with supervised data: the key of the answer",
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
-from vime.config.modes import evaluates_without_trainer, reads_prompts, trains
+from vime.config.modes import evaluates_without_trainer, reads_prompts, replays, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
@@ -191,6 +191,13 @@ def _divisors(total: int, near: int) -> str:
 _SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 
 
+def _supervised(config: Config) -> Iterator[str]:
+    if (n := config.rollout.n_samples_per_prompt) != 1:
+        yield f"--n-samples-per-prompt is {n}, but supervised data has one answer to a prompt; use 1"
+    if config.data.label_key is None and reads_prompts(config):
+        yield "--label-key is required with supervised data: the key of the answer"
+
+
 def _algorithm(config: Config) -> Iterator[str]:
     algo = config.algo
     if algo.loss_type == "sft_loss":
@@ -199,6 +206,8 @@ def _algorithm(config: Config) -> Iterator[str]:
                 "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
                 f"--rollout-function-path {_SFT_ROLLOUT}"
             )
+        if config.rollout.rollout_function_path == _SFT_ROLLOUT and not replays(config):
+            yield from _supervised(config)
         return
     if config.rollout.rollout_function_path == _SFT_ROLLOUT:
         yield (
