@@ -6,6 +6,7 @@ Shapes: B samples, T packed tokens (the sum of the samples' lengths), R response
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +38,8 @@ class VersionSpan:
     start: int
     end: int
 
+
+_MAX_TOKEN = 2**31 - 1  # columns are int32
 
 # Fields that have one entry per response token, or count them; only `append_response` may change them.
 _ALIGNED = frozenset(
@@ -87,9 +90,13 @@ class Sample:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "tokens", tuple(self.tokens))
-        put(self, "loss_mask", tuple(self.loss_mask))
-        put(self, "rollout_log_probs", tuple(self.rollout_log_probs))
+        try:
+            # Numbers of numpy and torch become Python's, which JSON takes; a token 3.7 must not become 3.
+            put(self, "tokens", tuple(map(operator.index, self.tokens)))
+            put(self, "loss_mask", tuple(self.loss_mask))
+            put(self, "rollout_log_probs", tuple(map(float, self.rollout_log_probs)))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"tokens must be whole numbers and log-probs numbers: {error}") from error
         put(self, "weight_versions", tuple(self.weight_versions))
         self._check()
 
@@ -103,6 +110,10 @@ class Sample:
         r = self.response_length
         if not 0 <= r <= len(self.tokens):
             raise ValueError(f"response_length is {r}, but the sample has {len(self.tokens)} tokens")
+        if self.tokens and not 0 <= min(self.tokens) <= max(self.tokens) <= _MAX_TOKEN:
+            raise ValueError(
+                f"token ids lie between {min(self.tokens)} and {max(self.tokens)}; 0 to {_MAX_TOKEN} are possible"
+            )
         for name, values in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
             if len(values) != r:
                 raise ValueError(f"{name} has {len(values)} entries for {r} response tokens")

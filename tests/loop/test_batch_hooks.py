@@ -57,7 +57,10 @@ def test_post_processed_rewards_are_the_advantages() -> None:
     assert (metrics["rollout/raw_reward"], metrics["rollout/advantages"]) == (1.25, 2.25)
     for name, words in (
         ("one_list", r"returned \[1.0, 1.0, 1.0, 1.0\] \(list\), but a tuple of two lists"),
-        ("not_numbers", r"gave rewards with NaN or infinity at position 1 \(defined in hooks.py, line"),
+        (
+            "not_numbers",
+            r"gave rewards with NaN, infinity or what float32 cannot hold at position 1 \(defined in hooks.py, line",
+        ),
     ):
         with pytest.raises(HookError, match=words):
             make(two_groups(), hooks=hooks(post_process=f"{HOOKS}.{name}"))

@@ -92,6 +92,14 @@ def test_numbers_of_numpy_stay_numbers_and_unknown_objects_become_their_text(tmp
     assert group.samples[0].metadata == {"a": 0.5, "b": [0, 1], "c": "1j"}
 
 
+def test_metadata_that_json_refuses_is_written_all_the_same(tmp_path):
+    within: dict[str, object] = {"ok": 1, ("a", 2): 3, "long": 10**5000}
+    within["self"] = within
+    (group,) = through_a_file(tmp_path, [Group(0, [Sample(group_id=0, metadata=within)])])
+    read = group.samples[0].metadata
+    assert (read["ok"], read["('a', 2)"], read["long"]) == (1, 3, "<int>") and read["self"]["ok"] == 1
+
+
 def test_log_probs_take_float32_where_that_is_exact(tmp_path):
     import pyarrow.parquet as pq
 

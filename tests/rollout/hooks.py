@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vime.protocols import DataSource, GenerateRequest, RolloutContext, SamplingParams
+from vime.protocols import DataSource, Engines, GenerateRequest, RolloutContext, SamplingParams
 from vime.rollout.generate import apply_completion
 from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
 
@@ -117,7 +117,44 @@ async def answers_wrongly(config: RolloutContext, sample: Sample, sampling_param
             sample.reward = "good"  # type: ignore[assignment]
         case "nan":
             sample.reward = float("nan")
+        case "large":
+            sample.reward = 1e200
+        case "float":
+            sample.append_response([3.7], [-1.0], version=0)  # type: ignore[list-item]
+        case "exit":
+            raise SystemExit(0)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "shared":
+            made = config.tokenizer.made
+            return made.setdefault(sample.group_id, sample)
     return sample
+
+
+def drop_a_sample(config: RolloutContext, groups: Sequence[Group]) -> None:
+    """A sample filter marks samples; it must not take them out."""
+    groups[0].samples.pop()
+
+
+def log_and_double(
+    config: RolloutContext, rollout_id: int, groups: list[Group], metrics: Metrics, seconds: float
+) -> None:
+    """A log function looks at the groups; it must not change which there are."""
+    groups.append(groups[0])
+
+
+async def reward_that_moves(config: RolloutContext, sample: Sample) -> float:
+    """A reward must not put the sample into another group."""
+    sample.group_id = 5
+    return 1.0
+
+
+def rollout_of_twins(
+    config: RolloutContext, rollout_id: int, data_source: DataSource, engines: Engines, evaluation: bool = False
+) -> RolloutResult:
+    """Gives one group twice."""
+    (group,) = data_source.get_groups(1)
+    return RolloutResult([group, Group(group.group_id, group.samples)])
 
 
 def filter_that_raises(config: RolloutContext, samples: Sequence[Sample]) -> bool:

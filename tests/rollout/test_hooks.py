@@ -131,3 +131,22 @@ def test_a_rollout_function_of_ones_own_is_called_for_training_and_evaluation(to
     assert stage("rollout_of_one").evaluate(0).metrics == {"custom/evaluation": 1.0}
     with pytest.raises(HookError, match=r"rollout_of_a_list returned \[\] \(list\), but a RolloutResult"):
         stage("rollout_of_a_list").generate(0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"rollout_sample_filter_path": f"{HOOKS}.drop_a_sample"}, "drop_a_sample added, took out or exchanged"),
+        (
+            {"custom_rollout_log_function_path": f"{HOOKS}.log_and_double"},
+            "log_and_double added, took out or exchanged",
+        ),
+        ({"rollout_function_path": f"{HOOKS}.rollout_of_twins"}, "rollout_of_twins returned group 0 twice"),
+        ({"reward": {"custom_rm_path": f"{HOOKS}.reward_that_moves"}}, "sample 0 in group 0, but its group_id is 5"),
+    ],
+)
+def test_no_hook_takes_doubles_or_moves_a_sample(
+    tokenizer: Any, pool: GraderPool, tmp_path: Path, flags: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HookError, match=words):
+        Bench(tokenizer, pool, **flags).stage(tmp_path).generate(0)

@@ -296,16 +296,22 @@ def test_a_generate_function_that_raises_costs_its_group(tokenizer: Any, pool: G
         ("twice", "one Sample twice"),
         ("status", "the status 'done'"),
         ("metadata", "metadata of type NoneType"),
-        ("token", "a negative token id"),
+        ("token", "token ids lie between -5 and 3"),
+        ("shared", r"returned one Sample for both sample 0 and sample 1"),
+        ("float", "tokens must be whole numbers"),
+        ("exit", r"answers_wrongly raised SystemExit: 0"),
+        ("cancel", r"answers_wrongly raised CancelledError"),
         ("long", "67 tokens long, above the 32 of --rollout-max-context-len"),
         ("reward", "the reward is 'good'; a finite number"),
         ("nan", "the reward is nan; a finite number"),
+        ("large", r"the reward is 1e\+200; numbers up to 1e\+38 are taken"),
     ],
 )
 def test_a_generate_function_that_breaks_its_contract_fails_the_group(
     tokenizer: Any, pool: GraderPool, deed: str, words: str
 ) -> None:
     hook = f"{HOOKS}.answers_wrongly"
+    tokenizer.made = {}
     with pytest.raises(VimeError, match=words):
         Bench(
             tokenizer, pool, custom_generate_function_path=hook, rollout_stop=[deed], rollout_max_context_len=32

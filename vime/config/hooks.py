@@ -35,9 +35,9 @@ class UserFunction:
         """Call a plain function. Raises: HookError for whatever it raised; vime's own errors as they are."""
         try:
             return self.function(*args, **kwargs)
-        except VimeError:
+        except (VimeError, KeyboardInterrupt):
             raise
-        except Exception as error:  # the user's code
+        except BaseException as error:  # the user's code; its sys.exit() must not end the run as if it were done
             raise HookError(f"{self} raised {raised(error, self.function)}") from error
 
     async def wait(self, *args: Any, timeout_s: float | None = None, timeout_flag: str = "", **kwargs: Any) -> Any:
@@ -48,9 +48,11 @@ class UserFunction:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await self.function(*args, **kwargs)
-        except VimeError:
+        except (VimeError, KeyboardInterrupt, GeneratorExit):
             raise
-        except Exception as error:  # the user's code
+        except BaseException as error:  # the user's code; its sys.exit() must not end the run as if it were done
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             if limit.expired():
                 where = _place(error.__cause__ or error, self.function)
                 raise HookTimeout(
@@ -192,6 +194,12 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
         if isinstance(code, CodeType):
             return code
     return None
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody is cancelling the current task; else a CancelledError is the user's function's own."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _is_async(hook: Callable[..., Any]) -> bool:

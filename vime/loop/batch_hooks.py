@@ -81,6 +81,9 @@ def _numbers(function: UserFunction, name: str, value: Any, shape: Sequence[int]
         raise function.refuse(value, f"numbers as {name}") from error
     if numbers.shape != tuple(shape):
         raise function.broken(f"gave {name} of shape {numbers.shape}; {tuple(shape)} is expected")
-    if not np.isfinite(numbers).all():
-        raise function.broken(f"gave {name} with NaN or infinity at position {int(np.argmin(np.isfinite(numbers)))}")
+    usable = np.abs(numbers) <= np.finfo(np.float32).max
+    if not usable.all():
+        raise function.broken(
+            f"gave {name} with NaN, infinity or what float32 cannot hold at position {int(np.argmin(usable))}"
+        )
     return numbers

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from vime.config.hooks import UserFunction
 from vime.errors import DataError
+from vime.rewards.checks import MAX_REWARD
 from vime.types import Sample, SampleStatus
 
 PER_SAMPLE: Mapping[str, type[np.generic]] = {
@@ -133,8 +134,8 @@ def _scalar_reward(s: Sample, key: str | None, *, required: bool) -> float:
             raise DataError(f"{sample_name(s)} has no reward; the rollout function must score every sample")
         return math.nan
     reward = float(value)
-    if not math.isfinite(reward):
-        raise DataError(f"{sample_name(s)} has the reward {reward}; rewards must be finite")
+    if not abs(reward) <= MAX_REWARD:
+        raise DataError(f"{sample_name(s)} has the reward {reward}; rewards must be finite, up to {MAX_REWARD:g}")
     return reward
 
 

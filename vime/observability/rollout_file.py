@@ -20,6 +20,8 @@ _TYPED = frozenset(
     "weight_versions routed_experts group_id sample_id trajectory_id".split()
 )
 
+_MAX_DEPTH, _MAX_SHOWN = 20, 1000
+
 
 def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group], reward_key: str | None = None) -> None:
     """Write the samples of a rollout, one row each. `read_rollout` and `pandas.read_parquet` read it.
@@ -115,7 +117,15 @@ def _texts(values: Mapping[str, Any]) -> tuple[dict[str, str | None], list[str]]
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # a key that is no text, an object within itself, an endless integer
+        value = _tamed(value)
+        text = json.dumps(value, ensure_ascii=False)
     # A response may end inside a character; a lone surrogate would make the whole file unwritable.
     return text if _is_utf8(text) else json.dumps(value, default=_plain)
 
@@ -124,6 +134,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return repr(value)
+
+
+def _tamed(value: Any, depth: int = 0) -> Any:
+    """What json.dumps refuses, as something that it takes: odd keys and what lies too deep as their repr."""
+    if depth < _MAX_DEPTH and isinstance(value, dict):
+        return {key if isinstance(key, str) else _shown(key): _tamed(entry, depth + 1) for key, entry in value.items()}
+    if depth < _MAX_DEPTH and isinstance(value, list | tuple):
+        return [_tamed(entry, depth + 1) for entry in value]
+    if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_MAX_SHOWN]
+    except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
+        return f"<{type(value).__name__}>"
 
 
 def _is_utf8(text: str) -> bool:

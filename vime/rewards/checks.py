@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from vime.errors import RewardError, SampleRewardError
 
 Reward: TypeAlias = float | dict[str, float]
+MAX_REWARD = 1e38  # the difference of two of them fits into float32
 
 
 def check_reward(value: Any, reward_key: str | None) -> Reward:
@@ -28,7 +29,12 @@ def check_reward(value: Any, reward_key: str | None) -> Reward:
 
 
 def check_number(value: Any, what: str) -> float:
-    """A finite number as float; numpy's and torch's scalars are taken, text is not. Raises: SampleRewardError."""
+    """A finite number as float; numpy's and torch's scalars are taken, text is not.
+
+    Larger ones than MAX_REWARD are refused: advantages are float32, and the std of 1e200 is infinite, which would make
+    them 0.
+    Raises: SampleRewardError.
+    """
     if not isinstance(value, Real) and not hasattr(value, "item"):
         raise SampleRewardError(f"{what} is {repr(value)[:200]}; a finite number is expected")
     try:
@@ -37,6 +43,10 @@ def check_number(value: Any, what: str) -> float:
         raise SampleRewardError(f"{what} is {str(value)[:200]!r}; a finite number is expected") from error
     if not math.isfinite(number):
         raise SampleRewardError(f"{what} is {number}; a finite number is expected")
+    if abs(number) > MAX_REWARD:
+        raise SampleRewardError(
+            f"{what} is {number}; numbers up to {MAX_REWARD:g} are taken, as training is in float32"
+        )
     return number
 
 

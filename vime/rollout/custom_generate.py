@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vime.config import Config, hook_table
 from vime.config.hooks import UserFunction, raised
@@ -96,6 +96,7 @@ async def generate_by_function(
             sample.status = SampleStatus.TRUNCATED  # begun in an earlier rollout, and the context is full
             return [sample]
         queued = time.time()
+        ids = _Ids(sample.group_id, sample.trajectory_id, sample.sample_id)  # the function may write into the sample
         async with slots:
             if requests.is_stopping:
                 return [sample]
@@ -111,10 +112,11 @@ async def generate_by_function(
                 timeout_flag="--custom-generate-timeout-s",
                 **options,
             )
-        siblings = _siblings(function, sample, result, max_context_len)
+        siblings = _siblings(function, ids, result, max_context_len, taken)
         add_span(siblings, "generate", begin)
         return _continuable(function, before, siblings, engines) if requests.keeps_partial else siblings
 
+    taken: dict[int, int] = {}
     calls = (one(i, s) for i, s in enumerate(group.samples))
     results = await asyncio.gather(*calls, return_exceptions=True)
     samples: list[Sample] = []
@@ -138,18 +140,36 @@ def mark_failed(sample: Sample, error: Exception) -> None:
     sample.metadata = {**metadata, "error": f"generate: {raised(error)}"}
 
 
-def _siblings(function: UserFunction, origin: Sample, result: Any, max_context_len: int | None) -> list[Sample]:
+class _Ids(NamedTuple):
+    """Of the sample that a call was made for."""
+
+    group: int
+    trajectory: int
+    sample: int
+
+
+def _siblings(
+    function: UserFunction, ids: _Ids, result: Any, max_context_len: int | None, taken: dict[int, int]
+) -> list[Sample]:
+    """What the function returned, checked, with the ids of its episode.
+
+    Args: taken: by id() the samples that other calls for this group have returned, and for which sample.
+    """
     siblings = [result] if isinstance(result, Sample) else result
     if not isinstance(siblings, list) or not siblings or not all(isinstance(s, Sample) for s in siblings):
         raise function.refuse(result, "a Sample or a list of them")
     if len({id(sibling) for sibling in siblings}) < len(siblings):
         raise function.broken("returned one Sample twice; a sibling is an object of its own")
     for sibling in siblings:
-        sibling.group_id, sibling.trajectory_id = origin.group_id, origin.trajectory_id
-        if sibling.sample_id < 0:
-            sibling.sample_id = origin.sample_id
+        if id(sibling) in taken:
+            raise function.broken(f"returned one Sample for both sample {taken[id(sibling)]} and sample {ids.sample}")
         if problem := _problem(sibling, max_context_len):
-            raise function.broken(problem.format(name=f"sample {origin.sample_id}"))
+            raise function.broken(problem.format(name=f"sample {ids.sample}"))
+    for sibling in siblings:
+        taken[id(sibling)] = ids.sample
+        sibling.group_id, sibling.trajectory_id = ids.group, ids.trajectory
+        if sibling.sample_id < 0:
+            sibling.sample_id = ids.sample
     return siblings
 
 
@@ -160,8 +180,8 @@ def _problem(sample: Sample, max_context_len: int | None) -> str | None:
         return f"gave {{name}} the status {sample.status!r}; a SampleStatus is expected"
     if not isinstance(sample.metadata, dict):
         return f"gave {{name}} metadata of type {type(sample.metadata).__name__}; a dict is expected"
-    if min(sample.tokens, default=0) < 0:
-        return "gave {name} a negative token id"
+    if not sample.tokens:
+        return "gave {name} no tokens, not even those of its prompt"
     if max_context_len is not None and len(sample.tokens) > max_context_len:
         return (
             f"made {{name}} {len(sample.tokens)} tokens long, above the {max_context_len} of --rollout-max-context-len "

@@ -207,7 +207,7 @@ class GroupRunner:
         if any(is_unfinished(sample) for sample in finished.samples):
             return Outcome(finished, is_aborted=True)
         try:
-            finished = Group(finished.group_id, [self._hooked(sample) for sample in finished.samples])
+            finished = Group(finished.group_id, self._hooked(finished.samples))
         except Exception as error:  # the user's code
             for sample in finished.samples:
                 mark_failed(sample, error)
@@ -220,11 +220,18 @@ class GroupRunner:
                 return Outcome(finished, RewardError(str(sample.metadata.get("error", "no reason given"))), "reward")
         return Outcome(finished)
 
-    def _hooked(self, sample: Sample) -> Sample:
-        """The sample after --rollout-sample-hook-path."""
+    def _hooked(self, samples: list[Sample]) -> list[Sample]:
+        """The samples after --rollout-sample-hook-path."""
         for hook in self._sample_hooks:
-            sample = _checked(hook, hook(self._context, sample, **self._told()), sample)
-        return sample
+            before, samples = samples, []
+            for sample in before:
+                ids = (sample.group_id, sample.trajectory_id)
+                result = _checked(hook, hook(self._context, sample, **self._told()), sample)
+                result.group_id, result.trajectory_id = ids
+                if any(result is other for other in samples):
+                    raise hook.broken(f"returned one Sample for sample {sample.sample_id} and one before it")
+                samples.append(result)
+        return samples
 
     def _told(self) -> dict[str, object]:
         return {"rollout_id": self._rollout_id, "evaluation": self._evaluation}
@@ -279,7 +286,6 @@ def _checked(hook: UserFunction, result: object, sample: Sample) -> Sample:
             f"gave sample {sample.sample_id} the status {result.status!r} and metadata of type "
             f"{type(result.metadata).__name__}; a finished sample with a dict is expected"
         )
-    result.group_id, result.trajectory_id = sample.group_id, sample.trajectory_id
     return result
 
 

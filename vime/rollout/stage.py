@@ -11,6 +11,7 @@ from vime.config.hooks import UserFunction
 from vime.observability.trace import Span
 from vime.protocols import DataSource, RolloutContext
 from vime.rollout.meter import RolloutMeter
+from vime.rollout.whole import check_whole, kept_whole
 from vime.types import Group, Metrics, RolloutResult
 
 _TRAIN, _EVAL = "rollout.rollout_function_path", "rollout.eval_function_path"
@@ -45,12 +46,14 @@ class RolloutStage:
         self._source.begin_rollout(self._context, rollout_id)
         begin = self._meter.start() if self._meter is not None else None
         result = self._call(self._generate, rollout_id, self._source, evaluation=False)
+        check_whole(self._generate, result.groups)
         if self._meter is not None and begin is not None:
             result = replace(result, metrics={**self._meter.finish(begin, result.groups), **result.metrics})
         result.metrics.update(self._source.metrics())
         if self._log is not None:
             seconds = time.perf_counter() - start
-            skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
+            with kept_whole(self._log, result.groups):
+                skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
             result.metrics = _after_log(self._log, skip, result.metrics)
         return result
 
@@ -62,7 +65,8 @@ class RolloutStage:
         """Samples and metrics of the held-out sets. Raises: HookError as above."""
         result = self._call(self._evaluate, rollout_id, self._eval_source, evaluation=True)
         if self._log_eval is not None:
-            skip = self._log_eval(self._context, rollout_id, result.groups, result.metrics)
+            with kept_whole(self._log_eval, result.groups):
+                skip = self._log_eval(self._context, rollout_id, result.groups, result.metrics)
             result.metrics = _after_log(self._log_eval, skip, result.metrics)
         return result
 

@@ -24,6 +24,7 @@ from vime.rollout.generate import request_seed, rollout_sampling
 from vime.rollout.runner import GroupRunner, Outcome
 from vime.rollout.stats import RolloutStats, trajectory_rewards
 from vime.rollout.watch import LoopWatch
+from vime.rollout.whole import kept_whole
 from vime.types import Group, RolloutResult, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,8 @@ def _let_filter_samples(context: RolloutContext, groups: list[Group]) -> None:
     function = hook_table.load(context.config, "rollout.rollout_sample_filter_path")
     if function is None:
         return
-    result = function(context, groups)
+    with kept_whole(function, groups):
+        result = function(context, groups)
     if result is not None:
         raise function.refuse(result, "None (it marks samples by remove_sample)")
     for sample in (sample for group in groups for sample in group.samples):
@@ -223,4 +225,5 @@ def _let_see_all(context: RolloutContext, groups: list[Group], source: DataSourc
     """--rollout-all-samples-process-path: sees every group that ended, by group_id, and the data source."""
     function = hook_table.load(context.config, "rollout.rollout_all_samples_process_path")
     if function is not None:
-        function(context, sorted(groups, key=lambda group: group.group_id), source)
+        with kept_whole(function, groups):
+            function(context, sorted(groups, key=lambda group: group.group_id), source)
