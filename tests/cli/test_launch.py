@@ -1,5 +1,7 @@
 """What train.py says before it starts anything."""
 
+from pathlib import Path
+
 import pytest
 
 from vime.cli.launch import _check_machine, main
@@ -19,3 +21,17 @@ def test_what_the_machine_lacks_is_named_before_the_start(monkeypatch: pytest.Mo
 def test_wrong_settings_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-rollout", "-1"]) == 2
     assert "--num-rollout is -1" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_with_steps_is_not_taken_and_that_of_one_without_is(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vime.observability.run_folder.RunFolder", end)
+    (tmp_path / "metrics.jsonl").touch()  # it failed before its first step
+    assert main([*argv, "--run-dir", str(tmp_path)]) == 130
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert main([*argv, "--run-dir", str(tmp_path)]) == 2
+    assert "holds the metrics of another run" in capsys.readouterr().err

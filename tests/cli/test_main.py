@@ -70,6 +70,8 @@ def test_every_setting_has_a_help_text() -> None:
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["confg"]) == 2
     assert "did you mean config?" in capsys.readouterr().err
+    assert main(["train"]) == 2
+    assert "python train.py" in capsys.readouterr().err
 
 
 def test_config_prints_values_with_origins_and_yaml_that_reads_back(

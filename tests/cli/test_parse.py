@@ -112,6 +112,7 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
         (["--rollout-stop"], "--rollout-stop needs one or more values (text)"),
         (["--apply-chat-template-kwargs", "{a}"], "--apply-chat-template-kwargs is '{a}', but needs JSON"),
         (["stray"], "'stray' stands alone: no flag before it takes it; flags begin with two dashes"),
+        (["run.yaml"], "'run.yaml' stands alone: no flag before it takes it; did you mean --config run.yaml?"),
         (["--seed=1", "stray"], "'stray' stands alone: no flag before it takes it; flags begin with two dashes"),
         (["--rollout-batch-size", "none"], "--rollout-batch-size is 'none', but needs a whole number"),
         (["--router-port", "1"], "--router-port is not set here: vime picks a free port"),

@@ -131,6 +131,15 @@ def test_a_refused_value_is_not_also_called_missing(argv: list[str]) -> None:
     assert len(problems_of([*argv, "--rollout-batch-size", "many"])) == 1
 
 
+@pytest.mark.parametrize("words", [["--config", "no/such.yaml"], ["such.yaml"]])
+def test_what_a_file_that_was_not_read_would_set_is_not_called_missing(words: list[str]) -> None:
+    assert len(problems_of(words)) == 1
+
+
+def test_no_learning_rate_is_found_before_the_start(argv: list[str]) -> None:
+    assert problems_of([*argv, "--lr", "none"]) == ["--lr is required: the learning rate, such as 1e-6"]
+
+
 def test_nothing_given_names_everything_required() -> None:
     text = " ".join(problems_of(["--platform", "cpu"]))
     for flag in ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--num-rollout", "--lr", "--rm-type"):

@@ -58,7 +58,7 @@ def test_a_model_of_supervised_training_is_evaluated_too(right: Config) -> None:
     [
         (
             {"eval__eval_prompt_data": []},
-            "--num-rollout is 0, so that nothing is trained, and there is nothing to",
+            "there is nothing to evaluate: give held-out sets",
         ),
         ({"eval__skip_eval_before_train": True}, "--skip-eval-before-train leaves out the evaluation"),
         ({"reward__rm_type": None}, "a reward is required for heldout"),

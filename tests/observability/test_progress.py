@@ -61,3 +61,15 @@ def test_on_a_terminal_the_lines_scroll_by_too():
         progress.stage("rollout")
         progress.step(0, METRICS)
     assert "reward 0.512" in out.getvalue()
+
+
+def test_fast_rollouts_share_a_line_in_a_long_run_only():
+    def lines(num_rollout):
+        out = io.StringIO()
+        progress = RunProgress(num_rollout, console=Console(file=out, force_terminal=False), clock=lambda: 0.0)
+        for rollout_id in range(num_rollout):
+            progress.step(rollout_id, {})
+        return len(out.getvalue().splitlines())
+
+    assert lines(50) == 50
+    assert lines(60) == 2, "the first and the last"

@@ -148,7 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags."""
     tiny = TinyModel()
     parser.add_argument("out", type=Path, help="folder to write; must be new or empty")
-    parser.add_argument("--family", choices=("qwen3", "llama"), default=tiny.family)
+    parser.add_argument(
+        "--family", choices=("qwen3", "llama"), default=tiny.family, help="architecture (default: %(default)s)"
+    )
     for name, text in (
         ("hidden_size", "width"),
         ("num_layers", "decoder layers"),
@@ -162,8 +164,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(tiny, name), help=f"{text} (default: %(default)s)")
     parser.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and head")
-    parser.add_argument("--vocab", choices=("chars", "bytes"), default=tiny.vocab, help="what a token is")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=tiny.dtype)
+    parser.add_argument(
+        "--vocab",
+        choices=("chars", "bytes"),
+        default=tiny.vocab,
+        help="what a token is: a printable ASCII character, or a byte, which any text has (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=tiny.dtype, help="of the weights (default: %(default)s)"
+    )
 
 
 def from_arguments(arguments: argparse.Namespace) -> tuple[Path, TinyModel]:
@@ -175,7 +184,7 @@ def from_arguments(arguments: argparse.Namespace) -> tuple[Path, TinyModel]:
 def run(argv: Sequence[str]) -> int:
     """`vime init-model …`. Returns: the exit code."""
     parser = argparse.ArgumentParser(
-        prog="vime init-model", description="Make a tiny random model to try things with.", allow_abbrev=False
+        prog="vime init-model", description="Make a tiny random model to try things with. Its chat template shows no tool definitions.", allow_abbrev=False
     )
     add_arguments(parser)
     out, model = from_arguments(parser.parse_args(argv))

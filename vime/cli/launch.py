@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
     path = Path(resolved.config.log.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"))).resolve()
     config = _absolute(resolved.config, path)
-    if (path / "metrics.jsonl").exists() and config.checkpoint.load is None:
+    metrics = path / "metrics.jsonl"  # empty: a run that failed before its first step
+    if metrics.exists() and metrics.stat().st_size > 0 and config.checkpoint.load is None:
         return _report(
             ConfigError(
                 f"--run-dir {path} holds the metrics of another run; choose another folder, or resume with --load"

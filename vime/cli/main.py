@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             close = difflib.get_close_matches(words[0], COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
+            hint = "training is started by `python train.py`" if words[0] == "train" else hint
             print(f"vime: there is no command {words[0]!r}; {hint}", file=sys.stderr)
             return 2
         return int(importlib.import_module(COMMANDS[words[0]][0]).run(words[1:]))

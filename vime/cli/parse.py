@@ -43,6 +43,8 @@ class Parsed:
 
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    unread: bool = False
+    """A file could not be read, or was given without --config: what it would have set is not missing."""
 
 
 class Catalogue:
@@ -109,7 +111,7 @@ class Catalogue:
 def parse(argv: Sequence[str], catalogue: Catalogue) -> Parsed:
     """Read flags and the files of `--config`; never raises for a user's mistake."""
     result = Parsed()
-    groups = _split(argv, result.problems)
+    groups = _split(argv, result)
     for name, words in groups:
         if name != "config":
             continue
@@ -144,7 +146,7 @@ def _is_list(name: str, catalogue: Catalogue) -> bool:
     return found is not None and found[0].is_list
 
 
-def _split(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+def _split(argv: Sequence[str], result: Parsed) -> list[tuple[str, list[str]]]:
     """[(flag name, its words)]"""
     groups: list[tuple[str, list[str]]] = []
     closed = False  # --flag=value takes no further words
@@ -154,7 +156,10 @@ def _split(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str
             groups.append((name.replace("_", "-"), [value] if equals else []))
             closed = bool(equals)
         elif not groups or closed:
-            problems.append(f"{word!r} stands alone: no flag before it takes it; flags begin with two dashes")
+            is_file = word.endswith((".yaml", ".yml"))
+            hint = f"did you mean --config {word}?" if is_file else "flags begin with two dashes"
+            result.problems.append(f"{word!r} stands alone: no flag before it takes it; {hint}")
+            result.unread = result.unread or is_file
         else:
             groups[-1][1].append(word)
     return groups
@@ -165,6 +170,7 @@ def _read_yaml(path: str, catalogue: Catalogue, result: Parsed) -> None:
         content = read_yaml(path, "--config")
     except ConfigError as error:
         result.problems += error.problems
+        result.unread = True
         return
     if content is None:
         return

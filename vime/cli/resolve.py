@@ -46,6 +46,8 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
     print_help(argv)
     catalogue = Catalogue()
     parsed = parse(argv, catalogue)
+    if parsed.unread:
+        raise ConfigError(parsed.problems)
     config = build_config(parsed)
     problems = list(parsed.problems)
     platform = _platform(config, problems)

@@ -122,7 +122,7 @@ def _required(config: Config) -> Iterator[str]:
     start, end = config.rollout.start_rollout_id, config.rollout.num_rollout
     if start is not None and end and start >= end:
         yield f"--start-rollout-id is {start}, but the run ends before rollout {end} (--num-rollout)"
-    if "lr" not in config.megatron and trains(config):
+    if config.megatron.get("lr") is None and trains(config):
         yield "--lr is required: the learning rate, such as 1e-6"
 
 

@@ -24,8 +24,8 @@ def check_evaluation(config: Config) -> Iterator[str]:
     if not has_eval_sets(config):
         if not exports:
             yield (
-                "--num-rollout is 0, so that nothing is trained, and there is nothing to evaluate; give a number of "
-                "rollouts, or held-out sets (--eval-prompt-data, --eval-config)"
+                "there is nothing to evaluate: give held-out sets (--eval-prompt-data NAME PATH, or --eval-config); to "
+                "train, give a --num-rollout above 0"
             )
         return
     if config.eval.skip_eval_before_train:

@@ -14,7 +14,8 @@ from vime.observability.eval_table import set_of
 from vime.observability.metrics import TRAIN_PARTS
 from vime.types import Metrics
 
-_STEP_LINE_S = 1.0  # rollouts faster than this do not each get a line
+_STEP_LINE_S = 1.0  # rollouts faster than this do not each get a line,
+_SHORT_RUN = 50  # unless the run has so few
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
 _TIME = re.compile(r"perf/[^/]+_time")
@@ -24,8 +25,9 @@ class RunProgress:
     """Says what the run is doing. Use as a context manager; call `stage` at each stage and `step` after each rollout.
 
     On a terminal the current stage and a bar stay at the bottom while a line per rollout scrolls by. Elsewhere (a log
-    file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds. Rollouts
-    that take less than a second share a line, but the first, the last and those with an evaluation get their own.
+    file, CI) there are only lines: one per rollout, and the stage when nothing was printed for ten seconds. In a
+    run of more than 50, rollouts that take less than a second share a line, but the first, the last and those with an
+    evaluation get their own.
 
     Args:
         num_rollout: rollouts of the run; 0 until `expect` says it.
@@ -86,7 +88,7 @@ class RunProgress:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=rollout_id + 1)
         special = rollout_id + 1 == self._num_rollout or any(name.startswith("eval/") for name in metrics)
-        if special or self._clock() - self._last_step_line >= _STEP_LINE_S:
+        if special or 0 < self._num_rollout <= _SHORT_RUN or self._clock() - self._last_step_line >= _STEP_LINE_S:
             self._last_step_line = self._clock()
             self.message(step_line(rollout_id, self._num_rollout, metrics))
 
