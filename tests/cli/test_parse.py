@@ -112,6 +112,16 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
         (["--rollout-stop"], "--rollout-stop needs one or more values (text)"),
         (["--apply-chat-template-kwargs", "{a}"], "--apply-chat-template-kwargs is '{a}', but needs JSON"),
         (["stray"], "'stray' stands alone: no flag before it takes it; flags begin with two dashes"),
+        (["--balance-data"], "--balance-data is not here: micro-batches are always balanced over the ranks"),
+        (["--use-tis"], "--use-tis is not here yet: mismatch correction is not there"),
+        (
+            ["--sglang-mem-fraction-static", "0.7"],
+            "--sglang-mem-fraction-static is called --vllm-gpu-memory-utilization here",
+        ),
+        (
+            ["--sglang-log-level", "info"],
+            "--sglang-log-level is not here: the engine is vLLM, whose settings begin with --vllm- (--help-vllm)",
+        ),
         (["run.yaml"], "'run.yaml' stands alone: no flag before it takes it; did you mean --config run.yaml?"),
         (["--seed=1", "stray"], "'stray' stands alone: no flag before it takes it; flags begin with two dashes"),
         (["--rollout-batch-size", "none"], "--rollout-batch-size is 'none', but needs a whole number"),

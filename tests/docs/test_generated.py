@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from vime.cli.docs import main, pages
 from vime.cli.parse import Catalogue
+from vime.cli.upstream import read_flags
 from vime.cli.vime_flags import vime_flags
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -21,7 +21,7 @@ def test_the_committed_page_is_the_generated_one(name: str) -> None:
 
 
 def test_make_docs_writes_every_page(tmp_path: Path) -> None:
-    for name in ("upstream_flags.yaml", "coming_from_slime_and_vime.md", "customization.md"):
+    for name in ("coming_from_slime_and_vime.md", "customization.md"):
         (tmp_path / name).write_text((DOCS / name).read_text("utf-8"), "utf-8")
     assert main([str(tmp_path)]) == 0
     assert {p.name: p.read_text("utf-8") for p in tmp_path.glob("*.md")} == pages(DOCS)
@@ -35,8 +35,7 @@ def test_every_setting_has_one_row_with_a_meaning() -> None:
 
 
 def upstream_flags() -> dict[str, dict[str, str]]:
-    groups = yaml.safe_load((DOCS / "upstream_flags.yaml").read_text("utf-8"))
-    return {name: said or {} for group in groups.values() for name, said in group.items()}
+    return {name: dict(said) for group in read_flags().values() for name, said in group.items()}
 
 
 def test_every_flag_that_is_said_to_be_here_is_here() -> None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vime.cli.flag import Flag
+from vime.cli.upstream import read_flags
 from vime.cli.vime_flags import section_classes, vime_flags
 from vime.config import hook_table
 from vime.config.ranges import bounds
@@ -55,17 +54,16 @@ def configuration_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def upstream_table(flags: Mapping[str, Mapping[str, Any]]) -> str:
+def upstream_table(flags: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """Each of upstream's flags, and what it is here.
 
-    Args: flags: docs/upstream_flags.yaml: heading -> flag -> what is to be said of it.
+    Args: flags: upstream_flags.yaml: heading -> flag -> what is to be said of it.
     """
     ours = vime_flags()
     lines: list[str] = []
     for heading, entries in flags.items():
         lines += ["", f"### {heading}", "", "| there | here | |", "|---|---|---|"]
         for name, said in entries.items():
-            said = said or {}
             if name in ours or said.get("owner"):
                 here, note = "same name", said.get("differs", "")
             elif "here" in said:
@@ -81,11 +79,10 @@ def pages(folder: Path) -> dict[str, str]:
 
     Args: folder: docs/, whose pages with a generated part keep the rest.
     """
-    flags = yaml.safe_load((folder / "upstream_flags.yaml").read_text(encoding="utf-8"))
     return {
         "configuration.md": configuration_page(),
         "metrics.md": as_markdown(),
-        _COMING_FROM: _filled(folder / _COMING_FROM, _BEGIN, upstream_table(flags)),
+        _COMING_FROM: _filled(folder / _COMING_FROM, _BEGIN, upstream_table(read_flags())),
         _CUSTOMIZATION: _filled(folder / _CUSTOMIZATION, _BEGIN_HOOKS, hook_table.as_markdown()),
     }
 

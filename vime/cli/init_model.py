@@ -184,7 +184,9 @@ def from_arguments(arguments: argparse.Namespace) -> tuple[Path, TinyModel]:
 def run(argv: Sequence[str]) -> int:
     """`vime init-model …`. Returns: the exit code."""
     parser = argparse.ArgumentParser(
-        prog="vime init-model", description="Make a tiny random model to try things with. Its chat template shows no tool definitions.", allow_abbrev=False
+        prog="vime init-model",
+        description="Make a tiny random model to try things with. Its chat template shows no tool definitions.",
+        allow_abbrev=False,
     )
     add_arguments(parser)
     out, model = from_arguments(parser.parse_args(argv))

@@ -18,6 +18,7 @@ from typing import Any
 from vime.cli.flag import Flag
 from vime.cli.megatron_flags import megatron_flags
 from vime.cli.router_flags import router_flags
+from vime.cli.upstream import what_became_of
 from vime.cli.vime_flags import vime_flags
 from vime.cli.vllm_flags import vllm_flags
 from vime.config.yaml_file import read_yaml
@@ -192,6 +193,9 @@ def _take(
         suggestion = catalogue.nearest(name) if found is None else None
     except ConfigError as error:
         result.problems += [p for p in error.problems if p not in result.problems]
+        return
+    if found is None and (fate := what_became_of(name)) is not None:
+        result.problems.append(f"{where} {fate}")
         return
     if found is None:
         hint = (
