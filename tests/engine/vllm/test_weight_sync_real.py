@@ -225,8 +225,10 @@ def test_a_request_frozen_by_a_sync_goes_on_under_the_new_weights(
 
     async def run() -> list[set[int]]:
         client = RouterClient(engine.url, [engine.url], run_key)
+        before = control.stats().sampled_tokens
         task = asyncio.create_task(client.generate(request))
-        await asyncio.sleep(0.3)
+        while (await asyncio.to_thread(control.stats)).sampled_tokens == before:
+            assert not task.done()
         await asyncio.to_thread(again.publish)
         completions = await task
         await client.aclose()
