@@ -31,7 +31,7 @@ def sample(number, mask, reward, *, versions=(), response="", trace=()):
 
 def metrics_of(*samples, **arguments):
     groups = [Group(g, [s for s in samples if s.group_id == g]) for g in sorted({s.group_id for s in samples})]
-    settings = {"version": 5, "seconds": 2.0, "num_devices": 2, "reward_key": None} | arguments
+    settings = {"version": 5, "begin_s": 0.0, "seconds": 2.0, "num_devices": 2, "reward_key": None} | arguments
     metrics = sample_metrics(groups, **settings)
     check_names(metrics)
     return metrics
@@ -54,6 +54,8 @@ def test_speeds_are_per_second_of_the_rollout_and_device():
     assert metrics["perf/longest_sample_tokens_per_sec"] == 10 / 2
     assert metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] == 10 / (2 - 1)
     assert (metrics["perf/non_generation_time/max"], metrics["perf/non_generation_time/mean"]) == (1.0, 0.5)
+    later = metrics_of(sample(0, [1] * 10, 1.0, trace=trace), sample(1, [1], 0.0), begin_s=1.0)
+    assert later["perf/longest_sample_tokens_per_sec_without_non_generation"] == 10 / (2 - 0.5), "of this rollout alone"
 
 
 def test_pass_rates_and_lengths_of_right_answers():

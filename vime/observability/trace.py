@@ -6,6 +6,7 @@ rollout keep a `SpanLog`. `trace_file.py` writes all of them for Perfetto.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -51,9 +52,9 @@ def add_span(samples: Iterable[Sample], name: str, start_s: float) -> None:
         sample.trace.append({"name": name, "start_s": start_s, "end_s": end})
 
 
-def seconds_outside_generation(trace: Iterable[Span]) -> float:
-    """Seconds that a sample's own functions spent in spans of theirs; overlapping ones count once."""
-    total, until = 0.0, -float("inf")
+def seconds_outside_generation(trace: Iterable[Span], *, since_s: float = -math.inf) -> float:
+    """Seconds from `since_s` on that a sample's own functions spent in spans of theirs; overlapping ones count once."""
+    total, until = 0.0, since_s
     for start, end in sorted((s["start_s"], s["end_s"]) for s in trace if s["name"] not in OWN_SPANS):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

@@ -68,6 +68,7 @@ class RolloutMeter:
         metrics = sample_metrics(
             groups,
             version=self._version(),
+            begin_s=now_s - seconds,
             seconds=seconds,
             num_devices=self._num_devices,
             reward_key=self._reward_key,

@@ -18,12 +18,19 @@ _SHORTEST_BYTES = 200  # zlib's own overhead keeps anything shorter from a ratio
 
 
 def sample_metrics(
-    groups: Sequence[Group], *, version: PolicyVersion, seconds: float, num_devices: int, reward_key: str | None
+    groups: Sequence[Group],
+    *,
+    version: PolicyVersion,
+    begin_s: float,
+    seconds: float,
+    num_devices: int,
+    reward_key: str | None,
 ) -> Metrics:
     """Metrics of a rollout's groups.
 
     Args:
         version: the policy version the trainer holds.
+        begin_s: when the rollout began, Unix time; a sample may have spans of earlier ones.
         seconds: the rollout took.
         num_devices: of the engines.
         reward_key: the entry of a dict reward that is trained on.
@@ -38,7 +45,10 @@ def sample_metrics(
         "perf/effective_tokens_per_gpu_per_sec": sum(trainable) / (seconds * num_devices),
     }
     metrics |= (
-        _parts(samples) | _speed(samples, seconds) | _turns(masks, trainable) | _staleness(samples, masks, version)
+        _parts(samples)
+        | _speed(samples, begin_s, seconds)
+        | _turns(masks, trainable)
+        | _staleness(samples, masks, version)
     )
     return metrics | _pass_rate(groups, reward_key)
 
@@ -71,14 +81,14 @@ def _parts(samples: Sequence[Sample]) -> Metrics:
     }
 
 
-def _speed(samples: Sequence[Sample], seconds: float) -> Metrics:
+def _speed(samples: Sequence[Sample], begin_s: float, seconds: float) -> Metrics:
     longest = max(samples, key=lambda s: s.response_length)
     outside = [seconds_outside_generation(s.trace) for s in samples]
     metrics: Metrics = {"perf/longest_sample_tokens_per_sec": longest.response_length / seconds}
     if not any(outside):
         return metrics
     metrics |= length_metrics("perf/non_generation_time", outside)
-    if (rest := seconds - seconds_outside_generation(longest.trace)) > 0:
+    if (rest := seconds - seconds_outside_generation(longest.trace, since_s=begin_s)) > 0:
         metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = longest.response_length / rest
     return metrics
 
