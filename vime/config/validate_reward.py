@@ -34,10 +34,8 @@ def check_reward(config: Config, known: Collection[str], without_label: Collecti
         yield f"{' and '.join(given)} are both given; keep one, or give all of them as parts (--rm-parts)"
     if reward.rm_url is None and (remote := [name for name in named if name in _REMOTE]):
         yield f"{remote[0]} asks a server for rewards; give its address by --rm-url"
-    if reward.rm_url is not None:
-        url = urlsplit(reward.rm_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            yield f"--rm-url is {reward.rm_url!r}, but must be an address such as http://127.0.0.1:8000/score"
+    if reward.rm_url is not None and (problem := _url_problem(reward.rm_url)):
+        yield f"--rm-url {problem}"
     if not generates(config) or evaluates_without_trainer(config):
         return
     if config.rollout.custom_generate_function_path is not None:
@@ -51,6 +49,19 @@ def check_reward(config: Config, known: Collection[str], without_label: Collecti
                 yield f"{flag} {name} compares with a label; name its key in the data by --label-key"
     if not given:
         yield "a reward is required: --rm-type, --rm-parts or --custom-rm-path (sample metadata may then override it)"
+
+
+def _url_problem(text: str) -> str | None:
+    try:
+        url = urlsplit(text)
+        is_address = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is none, half of a bracket
+        is_address = False
+    if not is_address:
+        return f"is {text!r}, but must be an address such as http://127.0.0.1:8000/score"
+    if url.username is not None:
+        return "holds a user name or password, which the run's folder would keep and errors would show; leave it out"
+    return None
 
 
 def part_names(paths: Iterable[str]) -> list[str]:
