@@ -52,7 +52,7 @@ def test_every_prompt_comes_once_an_epoch_with_fresh_ids(n: int, shuffle: bool, 
         assert sorted(labels(groups[start : start + n])) == list(range(n))
     rest = Counter(labels(groups[len(groups) // n * n :]))
     assert not rest or max(rest.values()) == 1
-    assert source.epoch == len(groups) // n
+    assert source.metrics()["data/epoch"] == len(groups) / n
     samples = [sample for group in groups for sample in group.samples]
     assert [group.group_id for group in groups] == list(range(len(groups)))
     assert [sample.sample_id for sample in samples] == list(range(len(samples)))
@@ -120,7 +120,7 @@ def test_groups_put_back_come_first_and_in_order() -> None:
     groups = source.get_groups(5)
     source.put_back([groups[3], groups[1]])
     source.put_back([groups[4]])
-    assert source.num_put_back == 3
+    assert source.metrics()["data/num_buffered_groups"] == 3
     assert [group.group_id for group in source.get_groups(4)] == [3, 1, 4, 5]
 
 
@@ -190,7 +190,7 @@ def test_a_buffer_filter_that_answers_nonsense_is_named(answer: Any, problem: st
     source.begin_rollout(context(), 0)
     with pytest.raises(HookError, match=problem):
         source.get_groups(1)
-    assert source.num_put_back == 2
+    assert source.metrics()["data/num_buffered_groups"] == 2
 
 
 def test_without_prompts_the_groups_are_empty_and_numbered() -> None:
@@ -244,7 +244,7 @@ def test_a_group_cannot_be_put_back_twice_or_from_elsewhere() -> None:
         source.put_back([group])
     with pytest.raises(ValueError, match="group 9 did not come from this buffer"):
         source.put_back([Group(9, [Sample(group_id=9)])])
-    assert source.num_put_back == 1
+    assert source.metrics()["data/num_buffered_groups"] == 1
 
 
 def test_put_back_groups_keep_their_generated_tokens_over_a_restart() -> None:

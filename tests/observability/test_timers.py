@@ -36,12 +36,9 @@ def test_a_nested_stage_counts_once():
     timer = StageTimer(clock)
     with timer.stage("train"):
         clock.spend(1)
-        assert timer.current == "train"
         with timer.stage("save_model"):
             clock.spend(2)
-            assert timer.current == "save_model"
         clock.spend(4)
-    assert timer.current is None
     metrics = timer.metrics()
     assert (metrics["perf/train_time"], metrics["perf/save_model_time"], metrics["perf/step_time"]) == (5, 2, 7)
     assert metrics["perf/other_time"] == 0

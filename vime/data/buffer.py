@@ -76,16 +76,6 @@ class DataBuffer(DataSource):
         """What it hands out, in file order."""
         return self._prompts if self._prompts is not None else ()
 
-    @property
-    def epoch(self) -> int:
-        """Epochs fully handed out."""
-        return sum(self._order.drawn) // self._order.epoch_size if self._order is not None else 0
-
-    @property
-    def num_put_back(self) -> int:
-        """Groups waiting to be handed out again."""
-        return len(self._put_back)
-
     def epoch_size(self) -> int | None:
         """Prompts in one epoch; None without prompts."""
         return self._order.epoch_size if self._order is not None else None

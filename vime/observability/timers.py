@@ -41,11 +41,6 @@ class StageTimer:
             self._open.pop()
 
     @property
-    def current(self) -> str | None:
-        """The innermost stage that is open."""
-        return self._open[-1] if self._open else None
-
-    @property
     def end(self) -> float:
         """The moment of the last `metrics()`, on the clock."""
         return self._mark

@@ -81,11 +81,6 @@ class WandbWriter:
             place.mkdir(parents=True, exist_ok=True)
             (place / _ID_FILE).write_text(json.dumps({"run_id": self._run.id}) + "\n", encoding="utf-8")
 
-    @property
-    def run_id(self) -> str:
-        """The W&B run's id."""
-        return str(self._run.id)
-
     def write(self, step: int, metrics: Metrics) -> None:
         """Log one step's metrics. Raises: UnknownMetric."""
         check_names(metrics)
