@@ -181,6 +181,21 @@ def test_a_probe_that_differs_fails_the_sync_and_marks_every_engine() -> None:
     assert all(engine.unfit for engine in engines)
 
 
+@pytest.mark.parametrize("trouble", ["silent", "scoreless"])
+def test_a_probe_that_shows_nothing_leaves_no_engine_fit(trouble: str) -> None:
+    sync, _, engines, trainer = make(num_engines=2, interval=1)
+    if trouble == "silent":
+        engines[1].fail_at = "probe"
+        engines[1].mark_unfit = lambda reason: engines[1]._note("probe")  # type: ignore[method-assign]
+    else:
+        trainer.score = lambda sequences: []
+    with pytest.raises(WeightSyncError) as caught:
+        sync.publish()
+    assert engines[0].unfit
+    if trouble == "silent":
+        assert str(caught.value).count("engine 1: probe failed on tensor x") == 2, "neither hides the other"
+
+
 def test_without_engines_or_without_prompts_to_probe_with_there_is_no_sync() -> None:
     with pytest.raises(ValueError, match="at least one engine"):
         make(num_engines=0)

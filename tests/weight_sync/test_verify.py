@@ -40,6 +40,11 @@ def test_missing_scores_are_never_agreement(
         compare_probe(probe((-1.0, -2.0)), scores)
 
 
+def test_an_engine_that_answers_with_no_number_does_not_agree() -> None:
+    with pytest.raises(WeightSyncError, match="probe 0: the engine's log-probs are not all finite"):
+        compare_probe(probe((-1.0, float("nan"), -2.0)), [np.array([np.nan, -9.0, -1.0, -1.0, -2.0])])
+
+
 def test_a_probe_without_tokens_verifies_nothing() -> None:
     with pytest.raises(WeightSyncError, match="no tokens"):
         compare_probe(probe(()), [np.array([np.nan, -1.0])])

@@ -132,24 +132,34 @@ class WeightSync:
         return self._probe_requested or self._published % self._interval == 0
 
     def _probe(self, version: PolicyVersion) -> None:
+        """Verify; whatever the probe could not show leaves no engine fit to serve."""
+        try:
+            self._verify(version)
+        except WeightSyncError as error:
+            reason = str(error)
+            try:
+                self._each("mark unfit", lambda engine: engine.mark_unfit(reason))
+            except WeightSyncError as other:
+                raise WeightSyncError(f"{reason}; {other}") from error
+            raise
+
+    def _verify(self, version: PolicyVersion) -> None:
         probes = self._each("probe", lambda engine: engine.probe(self._prompts, PROBE_TOKENS))
         # One call, because scoring is collective over the trainer's ranks.
         scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
         count = len(self._prompts)
         reports = [compare_probe(probe, scores[i * count : (i + 1) * count]) for i, probe in enumerate(probes)]
         worst: ProbeReport = max(reports, key=lambda report: getattr(report, self._tolerance.statistic))
-        self.metrics["weight_sync/probe_abs_diff_max"] = worst.max
+        self.metrics["weight_sync/probe_abs_diff_max"] = max(report.max for report in reports)
         self.metrics["weight_sync/probe_abs_diff_mean"] = sum(r.mean for r in reports) / len(reports)
         if self._tolerance.exceeded(worst):
-            message = (
+            raise WeightSyncError(
                 f"the probe of version {version} failed on engine {reports.index(worst)}: over {worst.num_tokens} "
                 f"tokens log-probs differ by {worst.mean:.3g} in the mean and {worst.max:.3g} at most (allowed: "
                 f"{self._tolerance.statistic} {self._tolerance.bound:.3g}); {worst.worst}. The engine does not compute "
                 "with the trainer's weights; if their arithmetic is known to differ so much, raise "
                 "--weight-probe-tolerance"
             )
-            self._each("mark unfit", lambda engine: engine.mark_unfit(message))
-            raise WeightSyncError(message)
 
     def _each(
         self, step: str, call: Callable[[Engine], _T], *, on_failure: Callable[[], None] | None = None

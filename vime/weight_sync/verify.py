@@ -68,19 +68,22 @@ def compare_probe(probe: ProbeResult, scores: Sequence[npt.NDArray[np.floating]]
     if len(scores) != len(probe.prompts):
         raise WeightSyncError(f"{len(probe.prompts)} probes were scored {len(scores)} times")
     differences: list[float] = []
-    worst = ""
+    largest, worst = -1.0, ""
     for number, (prompt, completion, score) in enumerate(zip(probe.prompts, probe.completions, scores, strict=True)):
-        theirs = np.asarray(score, dtype=np.float64)[len(prompt) :]
+        theirs, engines = np.asarray(score, dtype=np.float64)[len(prompt) :], np.asarray(completion.log_probs)
         if theirs.shape != (len(completion.token_ids),) or not np.isfinite(theirs).all():
             raise WeightSyncError(
                 f"probe {number}: {len(completion.token_ids)} generated tokens, {theirs.shape[0]} scores, "
                 f"{int((~np.isfinite(theirs)).sum())} of them not finite"
             )
+        if not np.isfinite(engines).all():  # no comparison below would notice
+            raise WeightSyncError(f"probe {number}: the engine's log-probs are not all finite: {completion.log_probs}")
         for token, (ours, other) in enumerate(zip(completion.log_probs, theirs, strict=True)):
             difference = abs(ours - float(other))
-            if not differences or difference > max(differences):
+            if difference > largest:
+                largest = difference
                 worst = f"prompt {number}, token {token}: engine {ours:.6f}, trainer {float(other):.6f}"
             differences.append(difference)
     if not differences:
         raise WeightSyncError("the probe generated no tokens, so it verified nothing")
-    return ProbeReport(len(differences), float(np.mean(differences)), max(differences), worst)
+    return ProbeReport(len(differences), float(np.mean(differences)), largest, worst)
