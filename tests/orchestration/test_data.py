@@ -111,6 +111,8 @@ def test_a_row_may_lack_what_the_users_function_makes(tmp_path: Path) -> None:
         ("rm_type: remote_rm", {}, "held-out set h: rm_type remote_rm asks a server for rewards"),
         ("rm_type: dapo, label_key: a", {}, "held-out set h: rm_type dapo gives score, acc, but no key is given"),
         ("label_key: a", {"rm_type": "remote_rm"}, "line 1: metadata.rm_type is 'remote_rm', which asks a server"),
+        ("metadata_overrides: {rm_type: maths}", {}, "held-out set h: metadata_overrides: metadata.rm_type is 'maths'"),
+        ("metadata_overrides: {custom_rm_path: no.such}", {}, "metadata_overrides: 'no.such': importing no failed"),
         ("rm_type: math, label_key: a", {"rm_type": "remote_rm"}, None),
         ("rm_type: dapo, label_key: a, reward_key: acc", {}, None),
     ],

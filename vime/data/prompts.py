@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vime.config.hooks import load_hook
 from vime.config.prompt_files import parse_prompt_files
 from vime.data.chat import prompt_text
 from vime.data.prompt_set import PromptSet, Selection
-from vime.data.records import GENERATE_PATH, HOOK_PARAMETERS, BadRow, RowKeys, check_overrides, named_hooks, read_record
+from vime.data.records import BadRow, RowKeys, check_named_hook, check_overrides, named_hooks, read_record
 from vime.data.rows import Rows, changed, open_rows
 from vime.errors import ConfigError, DataError
 
@@ -237,7 +236,7 @@ def check_rows(
             raise DataError(f"{word} holds no prompts")
     for (key, path), (file, row) in hooks.items():
         try:
-            load_hook(path, HOOK_PARAMETERS[key], is_async=key == GENERATE_PATH)
+            check_named_hook(key, path)
         except ConfigError as error:
             problems.add(file, row, f"metadata.{key} {error}")
     problems.refuse()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vime.config.hooks import load_hook
 from vime.types import Message
 
 RM_TYPE = "rm_type"
@@ -96,6 +97,11 @@ def check_overrides(metadata: Mapping[str, Any], *, chat: bool, reward_names: Ma
 def named_hooks(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(metadata key, dotted path) of each function that a row asks for."""
     return ((key, metadata[key]) for key in HOOK_PARAMETERS if metadata.get(key) is not None)
+
+
+def check_named_hook(key: str, path: str) -> None:
+    """Import a function that a row asks for. Raises: ConfigError if it cannot be called as it will be."""
+    load_hook(path, HOOK_PARAMETERS[key], is_async=key == GENERATE_PATH)
 
 
 def kind_of(value: Any) -> str:

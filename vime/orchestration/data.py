@@ -9,7 +9,7 @@ from vime.config import Config, modes
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
-from vime.data.records import RowKeys
+from vime.data.records import BadRow, RowKeys, check_named_hook, check_overrides, named_hooks
 from vime.data.source import check_batch_size, make_buffer, make_own_source
 from vime.errors import ConfigError
 from vime.loop.replay import ReplaySource
@@ -75,6 +75,12 @@ def _check_held_out(config: Config, held_out: EvalSet) -> None:
     )
     # The set's rm_type goes before a row's own.
     rows_names = names if held_out.rm_type is None else dict.fromkeys(names)
+    try:
+        check_overrides(held_out.metadata_overrides, chat=keys.chat, reward_names=rows_names)
+        for key, path in named_hooks(held_out.metadata_overrides):
+            check_named_hook(key, path)
+    except (BadRow, ConfigError) as error:
+        raise ConfigError(f"held-out set {held_out.name}: metadata_overrides: {error}") from error
     check_rows([held_out.path], keys, reward_names=rows_names)
 
 
