@@ -126,6 +126,8 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ({"reward__rm_memory_limit_bytes": 1}, "--rm-memory-limit-bytes is 1, but must be at least"),
         ({"rollout__rollout_batch_size": -1}, "--rollout-batch-size is -1, but must be at least 0"),
         ({"rollout__rollout_temperature": 0.0}, "--rollout-temperature is 0.0, but must be above 0"),
+        ({"rollout__rollout_temperature": 0.005}, "--rollout-temperature is 0.005, but vLLM samples at 0.01 at least"),
+        ({"reward__rm_failure_reward": -1e39}, "--rm-failure-reward is -1e+39, but may be at most 1e+38 in size"),
         ({"rollout__rollout_top_p": 0.9}, "--rollout-top-p is 0.9: the trainer computes"),
         ({"rollout__rollout_top_k": 50}, "--rollout-top-k is 50: the trainer computes"),
         ({"eval__eval_top_p": 0.0}, "--eval-top-p is 0.0"),

@@ -70,6 +70,7 @@ def test_chat_messages_and_strings_are_rendered_with_tools_and_arguments(tmp_pat
         ({"input": "x", "a": 1, "metadata": [1]}, "'metadata' is a list"),
         ({"input": "x", "a": 1, "tools": {"b": 1}}, "'tools' is an object"),
         ('{"input": "x", "a": NaN}', "NaN is not JSON"),
+        ('{"input": "x", "a": 1e999}', "1e999 is beyond what a 64-bit float holds"),
         ('{"input": "\\ud800", "a": 1}', "surrogate"),
         ('{"a": ' + "[" * 100000, "nested too deeply"),
         ({"input": "x", "a": None}, "'a' is null"),

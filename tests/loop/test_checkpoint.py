@@ -104,8 +104,15 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     with pytest.raises(TrainingError, match=r"rollout_000001 cannot be loaded; if damaged, move it away .*--ckpt-step"):
         load_checkpoint(open_checkpoint(tmp_path), Trainer(), FakeSource(), StopRule())
-    (path / "state.json").write_text('{"format": ')
-    with pytest.raises(ConfigError, match=r"rollout_000001: state.json is damaged .*; move it away"):
+    for text in ('{"format": ', "[]", '{"format": 2, "rollout_id": 1}', '{"format": 2, "rollout_id": "1"}'):
+        (path / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"rollout_000001: state.json is damaged .*; move it away"):
+            open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1).rename(tmp_path / "rollout_000007")
+    with pytest.raises(ConfigError, match=r"rollout_000007 is the checkpoint of rollout 1 .* call it rollout_000001"):
         open_checkpoint(tmp_path)
 
 

@@ -58,6 +58,19 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "rollout_000005") == {"eval/heldout": 0.9}
 
 
+def test_of_a_linked_checkpoint_the_link_goes_and_damaged_metrics_are_named(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    keep = keeper(here, keep_last=1, keep_best="train/loss:min")
+    run(keep, {0: 0.5}, metric="train/loss")
+    (here / "rollout_000000").rename(there)
+    (here / "rollout_000000").symlink_to(there)
+    run(keep, {1: 0.25}, metric="train/loss")
+    assert names(here) == [1] and (there / "state.json").is_file()
+    (here / "rollout_000001" / "metrics.json").write_text("[1")
+    with pytest.raises(TrainingError, match=r"rollout_000001/metrics.json is damaged; remove it"):
+        run(keep, {2: 0.125}, metric="train/loss")
+
+
 def test_less_may_be_better(tmp_path: Path) -> None:
     run(
         keeper(tmp_path, keep_last=1, keep_best="train/loss:min"),

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from vime.config.ranges import LEAST_TEMPERATURE, WHY_LEAST_TEMPERATURE
 from vime.config.yaml_file import read_yaml
 from vime.errors import ConfigError
 
@@ -104,6 +105,8 @@ def check_settings(
                 f"{where} n_samples_per_eval_prompt is {s.n_samples_per_eval_prompt}, but temperature 0 is greedy and "
                 "gives one answer; use 1 sample or a temperature"
             )
+        if 0 < s.temperature < LEAST_TEMPERATURE:
+            yield f"{where} temperature is {s.temperature}, but {WHY_LEAST_TEMPERATURE}, or 0, which is greedy"
         if s.min_new_tokens > s.max_response_len:
             yield f"{where} min_new_tokens is {s.min_new_tokens}, above max_response_len {s.max_response_len}"
         if s.rm_type is not None and reward_names and s.rm_type not in reward_names:

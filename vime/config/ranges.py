@@ -66,6 +66,11 @@ MAXIMA: Mapping[str, tuple[int, str]] = {
     "train.seed": (2**32 - 1, "numpy takes no larger seed"),
     "train.distributed_timeout_minutes": (365 * 24 * 60, "a year"),
 }
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this where a lower one above 0 is asked for, so log-probs would be of another distribution."""
+WHY_LEAST_TEMPERATURE = f"vLLM samples at {LEAST_TEMPERATURE} at least; use that or more"
+MAX_REWARD = 1e38
+"""The difference of two of them fits into float32, which advantages are."""
 ABOVE_ZERO = (
     "rollout.rollout_temperature",
     "rollout.custom_generate_timeout_s",
@@ -101,6 +106,10 @@ def check_ranges(config: Config) -> Iterator[str]:
         value = value_of(config, key)
         if value is not None and value <= 0:
             yield f"{_flag(key)} is {value}, but must be above 0"
+    if 0 < config.rollout.rollout_temperature < LEAST_TEMPERATURE:
+        yield f"--rollout-temperature is {config.rollout.rollout_temperature}, but {WHY_LEAST_TEMPERATURE}"
+    if abs(config.reward.rm_failure_reward or 0) > MAX_REWARD:
+        yield f"--rm-failure-reward is {config.reward.rm_failure_reward}, but may be at most {MAX_REWARD:g} in size"
 
 
 def bounds(key: str) -> str:

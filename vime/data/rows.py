@@ -185,7 +185,10 @@ def _parse(line: bytes, *, strict: bool) -> Any:
         raise BadRow(f"not UTF-8 at byte {error.start}") from error
     try:
         return json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_object_without_twins if strict else None
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite if strict else None,
+            object_pairs_hook=_object_without_twins if strict else None,
         )
     except RecursionError as error:
         raise BadRow("nested too deeply") from error
@@ -195,6 +198,13 @@ def _parse(line: bytes, *, strict: bool) -> Any:
 
 def _refuse_constant(name: str) -> Any:
     raise BadRow(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise BadRow(f"{text[:50]} is beyond what a 64-bit float holds; write it as text")
+    return number
 
 
 def _object_without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

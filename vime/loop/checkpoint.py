@@ -120,18 +120,35 @@ def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
             )
         path = by_number[rollout_id]
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+        state: Any = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--load {path}: state.json is damaged ({error}); {_REMEDY}") from error
-    if state.get("format") != _FORMAT:
-        raise ConfigError(f"--load {path}: checkpoint format {state.get('format')!r}, this vime reads {_FORMAT}")
+    if isinstance(state, dict) and "format" in state and state["format"] != _FORMAT:
+        raise ConfigError(f"--load {path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
+    if damage := _damage(state):
+        raise ConfigError(f"--load {path}: state.json is damaged ({damage}); {_REMEDY}")
+    if state["rollout_id"] != rollout_of(path):
+        raise ConfigError(
+            f"--load {path} is the checkpoint of rollout {state['rollout_id']} under another name; call it "
+            f"rollout_{state['rollout_id']:06d}"
+        )
     return Checkpoint(
         path=path,
-        rollout_id=int(state["rollout_id"]),
+        rollout_id=state["rollout_id"],
         data_source=state["data_source"],
         stop=state["stop"],
         settings=state["settings"],
     )
+
+
+def _damage(state: Any) -> str | None:
+    """What a state.json lacks."""
+    if not isinstance(state, dict):
+        return "no JSON object"
+    for key, kind in (("format", int), ("rollout_id", int), ("data_source", dict), ("stop", dict), ("settings", dict)):
+        if not isinstance(state.get(key), kind):
+            return f"{key!r} is missing or no {'number' if kind is int else 'object'}"
+    return None
 
 
 def load_checkpoint(checkpoint: Checkpoint, trainer: Trainer, source: DataSource, stop: StopRule) -> None:
@@ -165,11 +182,16 @@ def write_metrics(checkpoint: Path, metrics: Mapping[str, float]) -> None:
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
-    """What `write_metrics` wrote; empty where the run ended before its step did."""
+    """What `write_metrics` wrote; empty where the run ended before its step did. Raises: TrainingError if damaged."""
     path = checkpoint / "metrics.json"
     if not path.is_file():
         return {}
-    metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        metrics = None
+    if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
+        raise TrainingError(f"{path} is damaged; remove it, and its checkpoint counts as one without metrics")
     return metrics
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.config.hooks import UserFunction
+from vime.config.ranges import MAX_REWARD
 from vime.errors import DataError
-from vime.rewards.checks import MAX_REWARD
 from vime.types import Sample, SampleStatus
 
 PER_SAMPLE: Mapping[str, type[np.generic]] = {

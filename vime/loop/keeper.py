@@ -88,14 +88,22 @@ def prune(folder: Path, keep_last: int, best: tuple[str, bool] | None) -> None:
         if path not in keep:
             # Under another name first: a folder that is half removed must not look like a checkpoint.
             path.rename(removed := path.with_name(f".removed_{path.name}"))
-            shutil.rmtree(removed)
+            _remove(removed)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a run that was killed while it saved or removed has left."""
     for pattern in (".partial_rollout_*", ".removed_rollout_*", ".replaced_rollout_*"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint that was moved elsewhere and linked to: the link alone goes."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def export_hf(trainer: Trainer, path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, TypeAlias
 
+from vime.config.ranges import MAX_REWARD
 from vime.errors import RewardError, SampleRewardError
 
 Reward: TypeAlias = float | dict[str, float]
-MAX_REWARD = 1e38  # the difference of two of them fits into float32
 
 
 def check_reward(value: Any, reward_key: str | None) -> Reward:

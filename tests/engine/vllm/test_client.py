@@ -58,6 +58,8 @@ def run(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.001)
+    for name in ("http_proxy", "ALL_PROXY"):  # nothing here may ask a proxy
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
 def test_no_healthy_engine_right_now_is_tried_again_and_counted() -> None:

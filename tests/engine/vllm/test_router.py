@@ -53,8 +53,11 @@ def router(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     process = RouterProcess(
         [engine_url], settings={}, key=KEY, log_path=tmp_path_factory.mktemp("router") / "router.log"
     )
-    process.start()
-    process.wait_ready(30)
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):  # neither the router nor its owner may ask a proxy
+            environment.setenv(name, "http://127.0.0.1:9")
+        process.start()
+        process.wait_ready(30)
     yield process
     process.stop()
 

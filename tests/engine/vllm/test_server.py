@@ -136,6 +136,7 @@ def test_an_engine_whose_port_was_taken_meanwhile_starts_on_another(
         monkeypatch.setattr("vime.engine.vllm.server.free_port", lambda host: next(ports))
         program = [sys.executable, "-c", f"import time; time.sleep(0.3)\n{_ANSWERS}"]
         monkeypatch.setattr(EngineServer, "command", lambda self, port: [*program, str(port), "run-key"])
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it is none of the run's business
         engine = server(tmp_path)
         engine.start()
         engine.wait_ready(30)

@@ -65,6 +65,7 @@ class VllmEngine:
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             timeout=timeout_s,
+            trust_env=False,  # a proxy of the environment is for the world outside, and must not see the run's key
             # vLLM's server closes a connection after an error and after 5 idle seconds, which a reused one finds out
             # too late; control calls are few, so each gets its own.
             limits=httpx.Limits(max_keepalive_connections=0),

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import httpx
+
 import vime
 
 _TAIL_BYTES = 1 << 16
@@ -47,6 +49,20 @@ def import_path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join(
         dict.fromkeys([package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
     )
+
+
+def local_client(key: str) -> httpx.Client:
+    """A client for one of the run's own processes, with the run's key.
+
+    It asks no proxy that the environment names: that is for the world outside, may not reach this machine, and must
+    not see the key.
+    """
+    return httpx.Client(timeout=5.0, headers={"Authorization": f"Bearer {key}"}, trust_env=False)
+
+
+def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child that talks to the run's own processes alone; see `local_client`."""
+    return {name: value for name, value in environment.items() if not name.lower().endswith("_proxy")}
 
 
 def log_tail(path: Path, lines: int) -> str:

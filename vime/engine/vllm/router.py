@@ -26,7 +26,16 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm.middleware import is_authorized
-from vime.engine.vllm.processes import PORT_TRIES, free_port, import_path, log_tail, says_address_in_use, stop_process
+from vime.engine.vllm.processes import (
+    PORT_TRIES,
+    free_port,
+    import_path,
+    local_client,
+    log_tail,
+    says_address_in_use,
+    stop_process,
+    without_proxies,
+)
 from vime.errors import ConfigError, EngineDead, EngineError
 
 _OWNED = {
@@ -116,7 +125,7 @@ class RouterProcess:
             "prometheus_port": self._settings.get("prometheus_port") or free_port(self._host),
         }
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": import_path(os.environ)}
+        environment = {**without_proxies(os.environ), "PYTHONPATH": import_path(os.environ)}
         with self.log_path.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
@@ -143,9 +152,8 @@ class RouterProcess:
         Raises: EngineDead with the end of the log if the process ended; EngineError if the time is up.
         """
         begin = time.monotonic()
-        headers = {"Authorization": f"Bearer {self._key}"}
         seen = "no answer"
-        with httpx.Client(headers=headers, timeout=5.0) as http:
+        with local_client(self._key) as http:
             while time.monotonic() - begin < timeout_s:
                 if not self.is_alive():
                     if self._num_starts < PORT_TRIES and says_address_in_use(self.log_path, self._log_begin):

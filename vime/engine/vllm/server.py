@@ -18,6 +18,7 @@ from vime.engine.vllm.processes import (
     PORT_TRIES,
     free_port,
     import_path,
+    local_client,
     log_errors,
     log_tail,
     says_address_in_use,
@@ -189,7 +190,7 @@ class EngineServer:
         """
         begin = time.monotonic()
         next_report = begin
-        with httpx.Client(timeout=5.0, headers={"Authorization": f"Bearer {self._key}"}) as http:
+        with local_client(self._key) as http:
             while (now := time.monotonic()) - begin < timeout_s:
                 if self._lost_its_port():
                     self._launch()
