@@ -93,7 +93,6 @@ def test_sets_may_be_a_mapping_by_name(tmp_path: Path) -> None:
         ("eval: {datasets: [{name: 7, path: b}]}", "set 7: name is 7, but needs text"),
         ("eval: {datasets: [{name: a, path: b, temperature: hot}]}", "temperature is 'hot', but needs a finite number"),
         ("eval: {datasets: [{name: a, path: b, temperature: .nan}]}", "temperature is nan, but needs a finite number"),
-        ("eval: {datasets: [{name: a, path: b, temperature: .001}]}", "temperature is 0.001, but vLLM samples at 0.01"),
         ("eval: {datasets: [{name: a, path: b, top_k: 1.5}]}", "top_k is 1.5, but needs a whole number"),
         ("eval: {datasets: [{name: a, path: b, top_k: 0}]}", "top_k is 0, but must be -1 (off) or at least 1"),
         ("eval: {datasets: [{name: a, path: b, top_p: 2}]}", "top_p is 2, but must be above 0 and at most 1"),
@@ -120,6 +119,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"temperature": 0.0, "n_samples_per_eval_prompt": 2}, "n_samples_per_eval_prompt is 2, but temperature 0 is"),
+        ({"temperature": 0.001}, "temperature is 0.001, but vLLM samples at 0.01 at least; use that or more, or 0"),
         ({"min_new_tokens": 65}, "min_new_tokens is 65, above max_response_len 64"),
         ({"rm_type": "maht"}, "rm_type is 'maht', which is no built-in reward; did you mean math?"),
         ({"rm_type": "math", "label_key": None}, "rm_type math compares with a label"),
