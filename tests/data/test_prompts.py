@@ -10,7 +10,8 @@ import pytest
 
 from tests.fakes import char_tokenizer
 from vime.config import Config, DataConfig, RolloutConfig
-from vime.data.prompts import check_prompts, check_rows, read_prompts, tokenise_prompts
+from vime.data.prompt_set import PromptSet
+from vime.data.prompts import check_prompts, check_rows, tokenise_prompts
 from vime.data.records import RowKeys
 from vime.errors import DataError
 
@@ -23,6 +24,27 @@ def tokenizer() -> Any:
 def write(path: Path, *lines: Any) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
+
+
+def read_prompts(
+    path: Path,
+    tokenizer: Any,
+    *,
+    apply_chat_template: bool = False,
+    apply_chat_template_kwargs: dict[str, Any] | None = None,
+    max_prompt_len: int | None = None,
+    max_context_len: int | None = None,
+    **keys: Any,
+) -> PromptSet:
+    """The prompts of one file, checked and tokenised."""
+    names = {name.removesuffix("_key"): value for name, value in keys.items()}
+    rows = check_rows([str(path)], RowKeys(**names, chat=apply_chat_template))
+    return rows.tokenise(
+        tokenizer,
+        chat_kwargs=apply_chat_template_kwargs,
+        max_prompt_len=max_prompt_len,
+        max_context_len=max_context_len,
+    )
 
 
 def test_prompts_carry_tokens_label_and_metadata(tmp_path: Path, tokenizer: Any) -> None:

@@ -11,7 +11,6 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,33 +166,6 @@ def tokenise_prompts(config: Config, rows: CheckedRows, tokenizer: Any) -> Promp
         chat_kwargs=config.data.apply_chat_template_kwargs,
         max_prompt_len=config.data.rollout_max_prompt_len,
         max_context_len=config.rollout.rollout_max_context_len,
-    )
-
-
-def read_prompts(
-    path: str | Path,
-    tokenizer: Any,
-    *,
-    input_key: str = "input",
-    label_key: str | None = None,
-    metadata_key: str = "metadata",
-    tool_key: str = "tools",
-    apply_chat_template: bool = False,
-    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-    max_prompt_len: int | None = None,
-    max_context_len: int | None = None,
-    reward_names: Mapping[str, str | None] | None = None,
-) -> PromptSet:
-    """The prompts of one word such as `file.jsonl` or `folder@[:100]`, checked and tokenised.
-
-    Arguments and errors are those of `check_rows` and `CheckedRows.tokenise`.
-    """
-    keys = RowKeys(input_key, label_key, metadata_key, tool_key, apply_chat_template)
-    return check_rows([str(path)], keys, reward_names=reward_names).tokenise(
-        tokenizer,
-        chat_kwargs=apply_chat_template_kwargs,
-        max_prompt_len=max_prompt_len,
-        max_context_len=max_context_len,
     )
 
 

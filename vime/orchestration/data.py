@@ -9,12 +9,13 @@ from vime.config import Config, modes
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
-from vime.data.records import BadRow, RowKeys, check_named_hook, check_overrides, named_hooks
+from vime.data.records import BadRow, check_named_hook, check_overrides, named_hooks
 from vime.data.source import check_batch_size, make_buffer, make_own_source
 from vime.errors import ConfigError
 from vime.loop.replay import ReplaySource
 from vime.protocols import DataSource
 from vime.rewards.score import reward_key_problem, usable_rewards
+from vime.rollout.eval_data import held_out_keys
 
 _PROBE_PROMPTS = 4
 _PROBE_TEXTS = ("1 + 1 =", "The capital of France is", "def add(a, b):", "Once upon a time")
@@ -66,13 +67,7 @@ def _check_held_out(config: Config, held_out: EvalSet) -> None:
     if problem:
         named = f"rm_type {held_out.rm_type}" if held_out.rm_type is not None else "the run's reward"
         raise ConfigError(f"held-out set {held_out.name}: {named} {problem}")
-    keys = RowKeys(
-        held_out.input_key,
-        held_out.label_key,
-        held_out.metadata_key,
-        held_out.tool_key,
-        held_out.apply_chat_template,
-    )
+    keys = held_out_keys(held_out)
     # The set's rm_type goes before a row's own.
     rows_names = names if held_out.rm_type is None else dict.fromkeys(names)
     try:

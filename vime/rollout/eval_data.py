@@ -8,7 +8,8 @@ from typing import Any
 from vime.config import Config
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.data.prompt_set import Prompt, PromptSet
-from vime.data.prompts import read_prompts
+from vime.data.prompts import check_rows
+from vime.data.records import RowKeys
 from vime.errors import DataError
 
 
@@ -41,16 +42,21 @@ def load_eval_sets(config: Config, tokenizer: Any) -> dict[str, HeldOutSet]:
     return {held_out.name: HeldOutSet(held_out, _read(held_out, tokenizer)) for held_out in eval_sets(config)}
 
 
+def held_out_keys(held_out: EvalSet) -> RowKeys:
+    """How the set's rows are read."""
+    return RowKeys(
+        held_out.input_key,
+        held_out.label_key,
+        held_out.metadata_key,
+        held_out.tool_key,
+        held_out.apply_chat_template,
+    )
+
+
 def _read(held_out: EvalSet, tokenizer: Any) -> PromptSet:
-    prompts = read_prompts(
-        held_out.path,
+    prompts = check_rows([held_out.path], held_out_keys(held_out)).tokenise(
         tokenizer,
-        input_key=held_out.input_key,
-        label_key=held_out.label_key,
-        metadata_key=held_out.metadata_key,
-        tool_key=held_out.tool_key,
-        apply_chat_template=held_out.apply_chat_template,
-        apply_chat_template_kwargs=held_out.apply_chat_template_kwargs,
+        chat_kwargs=held_out.apply_chat_template_kwargs,
         max_prompt_len=held_out.max_prompt_len,
         max_context_len=held_out.max_context_len,
     )
