@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeEngines, char_tokenizer
+from tests.fakes import FakeEngines
 from vime.config import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.errors import ConfigError, DataError, EngineError
 from vime.observability.metrics import check_names
@@ -22,18 +21,6 @@ from vime.rollout.eval_data import load_eval_sets
 from vime.rollout.evaluate import pass_at_k, set_metrics
 from vime.rollout.vllm_rollout import generate_rollout
 from vime.types import Group, RolloutResult, Sample, SampleStatus
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return char_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    pool = GraderPool()
-    yield pool
-    pool.close()
 
 
 def make_config(folder: Path, **settings: Any) -> Config:
