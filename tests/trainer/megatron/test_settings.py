@@ -16,6 +16,7 @@ HF = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "rope_theta": 1e4,
+    "max_position_embeddings": 128,
     "dtype": "float32",
 }
 
