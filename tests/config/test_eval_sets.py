@@ -77,6 +77,7 @@ def test_sets_may_be_a_mapping_by_name(tmp_path: Path) -> None:
     [
         ("eval: [", "is not YAML"),
         ("[1]", "must hold `eval:`, not a list"),
+        ("prompt-data: a\nlr: 1", "has no `eval`, under which the sets stand"),
         ("evla: {}", "evla is not a setting; did you mean eval?"),
         ("eval: {datasets: []}", "names no sets"),
         ("eval: {defaluts: {}, datasets: [{name: a, path: b}]}", "defaluts is not a setting; did you mean defaults?"),

@@ -191,6 +191,9 @@ def _read(path: str, problems: list[str]) -> list[dict[str, Any]]:
         problems += error.problems
         return []
     where = f"--eval-config {path}"
+    if isinstance(content, Mapping) and content and not difflib.get_close_matches("eval", map(str, content)):
+        problems.append(f"{where} has no `eval`, under which the sets stand (docs/evaluation.md shows one)")
+        return []
     before = len(problems)
     whole = _mapping(content, where, ("eval",), problems)
     body = whole if len(problems) > before else _mapping(whole.get("eval"), f"{where}, eval", _PARTS, problems)

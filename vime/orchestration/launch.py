@@ -140,7 +140,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             recorder = _recorder(plan, writer, stack, rollout=stage)
             with _naming_the_dead(fleet):
                 if modes.evaluates_only(config):
-                    progress.message(f"--num-rollout 0: evaluating {hf_path} as it is; nothing is trained or saved")
+                    progress.message(f"evaluating {hf_path} as it is; nothing is trained or saved")
                     run_evaluation_only(stage, recorder, rollout_id=-1)
                 else:
                     run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
