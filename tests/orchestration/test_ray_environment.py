@@ -3,6 +3,8 @@ import pytest
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
 from vime.orchestration import ray_environment
+from vime.orchestration.cluster import ray_cluster
+from vime.orchestration.placement import Layout
 
 
 def test_a_cluster_that_only_the_environment_names_is_neither_joined_nor_ignored(
@@ -13,3 +15,16 @@ def test_a_cluster_that_only_the_environment_names_is_neither_joined_nor_ignored
     with pytest.raises(ConfigError, match="--ray-address auto to run on that cluster, or unset RAY_ADDRESS"):
         ray_environment.prepare(ClusterConfig())
     ray_environment.prepare(ClusterConfig(ray_address="auto"))
+
+
+def test_a_long_tmpdir_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /long")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("TMPDIR", "/long")
+    with (
+        pytest.raises(ConfigError, match=r"Ray keeps sockets in /long \(TMPDIR\).*set RAY_TMPDIR and TMPDIR"),
+        ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)),
+    ):
+        pass

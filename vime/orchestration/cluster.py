@@ -50,6 +50,14 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
     try:
         ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+        raise ConfigError(
+            f"Ray keeps sockets in {folder} (TMPDIR), and the system allows 107 bytes for a socket's path; set "
+            "RAY_TMPDIR and TMPDIR to a short path, such as /tmp"
+        ) from error
     except (ConnectionError, RuntimeError, AuthenticationError) as error:
         if cluster.ray_address is None:
             raise

@@ -95,7 +95,9 @@ def test_an_engine_that_was_not_started_has_no_address(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = [sys.executable, "-c", "print('no room for the KV cache'); raise SystemExit(3)"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = "import tempfile; tempfile.mkstemp(); print('no room for the KV cache'); raise SystemExit(3)"
+    program = [sys.executable, "-c", script]
     monkeypatch.setattr(EngineServer, "command", lambda self, port: program)
     engine = server(tmp_path)
     engine.start()
@@ -103,7 +105,10 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path, monk
         engine.wait_ready(30)
     with pytest.raises(EngineError, match="already started"):
         engine.start()
+    (scratch,) = tmp_path.glob("vime-engine-*")
+    assert len(list(scratch.iterdir())) == 1
     engine.stop()
+    assert not scratch.exists()
 
 
 _ANSWERS = """
@@ -188,12 +193,19 @@ def test_stopping_ends_children_that_ignore_the_signal() -> None:
     pytest.fail("a child outlived stop_process")
 
 
-def test_a_launched_server_ends_when_its_owner_is_gone() -> None:
+def test_a_launched_server_ends_when_its_owner_is_gone(tmp_path: Path) -> None:
     program = "from vime.engine.vllm.launch import end_with_owner; end_with_owner(); import time; time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
+    (scratch := tmp_path / "vime-engine-1").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(30) == -15
+    assert not scratch.exists()
 
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm import middleware
+from vime.engine.vllm.launch import SCRATCH
 from vime.engine.vllm.processes import (
     PORT_TRIES,
     free_port,
@@ -108,6 +111,7 @@ class EngineServer:
         self._wanted_port = port
         self._port = self._num_starts = self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: str | None = None
 
     @property
     def url(self) -> str:
@@ -151,6 +155,11 @@ class EngineServer:
                 "TOKENIZERS_PARALLELISM": "false",
             }
         )
+        if self._scratch is not None:  # vLLM leaves sockets and files in TMPDIR, and removes none
+            # What it compiles is worth keeping; torch would put it there, too.
+            kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+            environment.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+            environment["TMPDIR"] = self._scratch
         environment.pop("VLLM_API_KEY", None)  # would put a second check in front of ours
         return environment
 
@@ -164,6 +173,7 @@ class EngineServer:
         self._port = self._wanted_port or free_port(self._host)
         self._num_starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = self._scratch or tempfile.mkdtemp(prefix=SCRATCH)
         with self.log_path.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
@@ -231,3 +241,6 @@ class EngineServer:
         """End the server and its children; harmless when it has ended or never started."""
         if self._process is not None:
             stop_process(self._process, grace_s)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
