@@ -13,6 +13,9 @@ from vime.cli.vime_flags import section_classes, vime_flags
 from vime.cli.vllm_flags import vllm_flags
 
 USAGE = """\
+usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --rm-type NAME --rollout-batch-size N
+           --n-samples-per-prompt N --num-rollout N --lr X [settings]
+
 Settings are given as --name value, or as `name: value` in YAML files (--config file.yaml, repeatable; flags win).
 Further tables: --help-megatron (model parallelism, optimizer), --help-vllm (--vllm-*), --help-router (--router-*).
 """

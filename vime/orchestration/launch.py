@@ -297,7 +297,7 @@ def _loop(plan: _Run, stages: Stages, recorder: Recorder, stop: StopRule, num_ro
         exports=config.checkpoint.save_hf is not None,
     )
     if modes.evaluates_only(config):
-        plan.progress.message("--num-rollout 0: evaluating the checkpoint as it is; nothing is trained")
+        plan.progress.message("evaluating the checkpoint as it is; nothing is trained")
         stages.publisher.publish()
         if evaluates:
             run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
