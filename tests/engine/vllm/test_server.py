@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from vime.engine.vllm.processes import free_port, log_errors, log_tail, stop_process
@@ -206,6 +208,31 @@ def test_a_launched_server_ends_when_its_owner_is_gone(tmp_path: Path) -> None:
     process.stdin.close()
     assert process.wait(30) == -15
     assert not scratch.exists()
+
+
+def test_what_a_killed_server_leaves_ends_with_its_owner() -> None:
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
+    program = (
+        "from vime.engine.vllm.launch import end_with_owner; end_with_owner(0.2); import subprocess, sys; "
+        f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); import time; time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    words = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+    (pid,) = words - {"here"}
+    process.kill()  # as Ray does with the children of an actor that died
+    process.wait()
+    assert psutil.pid_exists(int(pid))
+    process.stdin.close()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid)).wait(30)
+    process.stdout.close()
 
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:
