@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import ray
+from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError, GetTimeoutError
 from ray.util.placement_group import placement_group
@@ -49,7 +50,8 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     # Workers are spawned with the driver's module path, so that hooks given by dotted path import there too.
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
     try:
-        ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
+        with _processes_in_their_own_group():
+            ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
@@ -72,6 +74,27 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+class _PopenInItsOwnGroup(services.ConsolePopen):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, process_group=0, **kwargs)
+
+
+@contextmanager
+def _processes_in_their_own_group() -> Iterator[None]:
+    """Ray's servers leave the driver's process group.
+
+    Ray 2.60 starts them inside it, and a signal to the whole group (`timeout`, a batch system, `kill -- -PGID`) would
+    take Ray from under the driver while it ends the run: it then waits a minute and dies of the missing connection.
+    They still end with the driver, which the kernel tells them of.
+    """
+    original = services.ConsolePopen
+    services.ConsolePopen = _PopenInItsOwnGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original  # type: ignore[misc]
 
 
 def plan_placement(cluster: ClusterConfig, platform: Platform, layout: Layout) -> Placement:
