@@ -149,7 +149,7 @@ class WeightSync:
         scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
         count = len(self._prompts)
         reports = [compare_probe(probe, scores[i * count : (i + 1) * count]) for i, probe in enumerate(probes)]
-        worst: ProbeReport = max(reports, key=lambda report: getattr(report, self._tolerance.statistic))
+        worst: ProbeReport = max(reports, key=self._tolerance.value)
         self.metrics["weight_sync/probe_abs_diff_max"] = max(report.max for report in reports)
         self.metrics["weight_sync/probe_abs_diff_mean"] = sum(r.mean for r in reports) / len(reports)
         if self._tolerance.exceeded(worst):

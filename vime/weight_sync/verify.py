@@ -28,10 +28,13 @@ class ProbeTolerance:
     statistic: Literal["max", "mean"] = "max"
     """Of the differences over all probed tokens."""
 
+    def value(self, report: ProbeReport) -> float:
+        """What of the report is bounded."""
+        return report.max if self.statistic == "max" else report.mean
+
     def exceeded(self, report: ProbeReport) -> bool:
         """Whether the report shows more than rounding; a NaN counts."""
-        value: float = getattr(report, self.statistic)
-        return not value <= self.bound
+        return not self.value(report) <= self.bound
 
 
 # In bf16 a single token may differ by 1 nat and more between two right computations (seen up to 1.4 with SmolLM2-135M),
