@@ -164,7 +164,10 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ({"rollout__rollout_max_response_len": 64}, "--rollout-max-response-len is 64, which leaves no room"),
         ({"data__rollout_max_prompt_len": 60}, "--rollout-max-prompt-len 60 + --rollout-max-response-len 8 = 68"),
         ({"sync__update_weight_transport": "nccl"}, "--update-weight-transport is nccl, which the cpu platform"),
-        ({"cluster__rollout_num_gpus": 2, "cluster__rollout_num_gpus_per_engine": 2}, "each engine on one device"),
+        (
+            {"cluster__rollout_num_gpus": 3, "cluster__rollout_num_gpus_per_engine": 2},
+            "--rollout-num-gpus is 3, which 2 devices per engine .* do not divide",
+        ),
         ({"cluster__actor_num_nodes": 2}, "--actor-num-nodes is 2, but the Ray that is started here has one node"),
         ({"train__stop_metric": "eval/heldout"}, "--stop-metric is eval/heldout, which is not known"),
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),

@@ -3,7 +3,10 @@ import pytest
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
 from vime.orchestration.cluster import in_device_order
+from vime.orchestration.engine_settings import engine_environment
 from vime.orchestration.placement import Node, Placement, place, plan_layout
+from vime.platform.cpu import CpuPlatform
+from vime.platform.cuda import CudaPlatform
 
 
 def test_separate_devices_come_after_the_trainers() -> None:
@@ -25,6 +28,20 @@ def test_colocated_engines_may_use_more_devices_than_the_trainer() -> None:
     layout = plan_layout(ClusterConfig(colocate=True, rollout_num_gpus=3), with_engines=True)
     assert layout.trainer_devices == (0,)
     assert layout.num_devices == 3
+
+
+def test_an_engine_of_its_own_devices_has_as_many_as_it_needs_unless_told() -> None:
+    layout = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus_per_engine=4), with_engines=True)
+    assert layout.engine_devices == ((2, 3, 4, 5),)
+
+
+def test_an_engine_of_several_devices_is_told_their_numbers_and_works_in_processes_of_its_own() -> None:
+    cuda, cpu = CudaPlatform(), CpuPlatform()
+    assert engine_environment(cuda, ["4", "5"])["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert cuda.engine_arguments(64, 2)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in cuda.engine_arguments(64)
+    assert "CUDA_VISIBLE_DEVICES" not in engine_environment(cpu, ["", ""])
+    assert [cpu.engine_arguments(64, n)["distributed_executor_backend"] for n in (1, 2)] == ["uni", "mp"]
 
 
 def test_a_run_that_generates_nothing_has_no_engines() -> None:

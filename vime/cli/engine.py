@@ -21,6 +21,7 @@ from vime.errors import ConfigError, VimeError
 _READ = (
     "checkpoint.hf_checkpoint",
     "cluster.platform",
+    "cluster.rollout_num_gpus_per_engine",
     "data.rollout_seed",
     "rollout.rollout_max_context_len",
     "log.engine_start_timeout_s",
@@ -30,8 +31,8 @@ _READ = (
 _DESCRIPTION = """\
 Serve a checkpoint for runs that name this engine by --rollout-external-engine-addrs. It opens the doors that a run's
 own engines have, behind the key in --key-file, and goes on serving when a run ends. Settings of a run that it reads:
---hf-checkpoint, --platform, --bf16, --rollout-seed, --rollout-max-context-len, --engine-start-timeout-s and --vllm-*;
-give the trainer the same ones."""
+--hf-checkpoint, --platform, --bf16, --rollout-num-gpus-per-engine (the first so many visible devices), --rollout-seed,
+--rollout-max-context-len, --engine-start-timeout-s and --vllm-*; give the trainer the same ones, but for the devices."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     server = EngineServer(
         str(folder),
         arguments=engine_arguments(config, platform, json.loads((folder / "config.json").read_text(encoding="utf-8"))),
-        environment=platform.engine_environment(),
+        environment=platform.engine_environment(config.cluster.rollout_num_gpus_per_engine),
         key=key,
         log_path=Path(own.log_file).resolve(),
         host=own.host,

@@ -14,7 +14,7 @@ from vime.cli.vime_flags import section_classes
 from vime.config import Config
 from vime.config.hf import check_files, local_checkpoint, read_model_config
 from vime.config.validate import Facts, validate
-from vime.config.validate_cluster import training_ranks
+from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
 from vime.models import family_of
 
@@ -175,7 +175,7 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     rollout, algo, cluster = config.rollout, config.algo, config.cluster
     fill("cluster", "platform", platform.name, PLATFORM)
     if not cluster.rollout_external_engine_addrs:
-        fill("cluster", "rollout_num_gpus", training_ranks(config) if cluster.colocate else 1)
+        fill("cluster", "rollout_num_gpus", engine_devices(cluster))
     positions = model["max_position_embeddings"]
     fill("rollout", "rollout_max_context_len", positions, CHECKPOINT)
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vime.config import Config
+from vime.config import ClusterConfig, Config
 from vime.config.modes import generates, trains
 
 
 def training_ranks(config: Config) -> int:
     """Processes that train."""
     return config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+
+
+def engine_devices(cluster: ClusterConfig) -> int:
+    """Devices of all engines that the run starts."""
+    if cluster.rollout_num_gpus is not None:
+        return cluster.rollout_num_gpus
+    if cluster.colocate:
+        return cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    return cluster.rollout_num_gpus_per_engine
 
 
 def check_cluster(config: Config, *, platform: str, transports: Sequence[str], devices: int | None) -> Iterator[str]:
@@ -38,15 +47,17 @@ def check_cluster(config: Config, *, platform: str, transports: Sequence[str], d
     if cluster.rollout_external_engine_addrs:
         yield from _external_engines(config)
         return
-    per_engine = cluster.rollout_num_gpus_per_engine
+    per_engine, engines = cluster.rollout_num_gpus_per_engine, engine_devices(cluster)
     ranks = training_ranks(config)
-    engines = cluster.rollout_num_gpus
-    if engines is None:
-        engines = ranks if cluster.colocate else 1
-    if per_engine > 1:
+    if per_engine > 0 and engines % per_engine:
         yield (
-            f"--rollout-num-gpus-per-engine is {per_engine}, but this version starts each engine on one device; use 1 "
-            "and as many engines as devices (--rollout-num-gpus)"
+            f"--rollout-num-gpus is {engines}, which {per_engine} devices per engine (--rollout-num-gpus-per-engine) "
+            f"do not divide; use a multiple of {per_engine}"
+        )
+    if cluster.colocate and cluster.actor_num_nodes > 1 and cluster.actor_num_gpus_per_node % max(per_engine, 1):
+        yield (
+            f"--rollout-num-gpus-per-engine is {per_engine}, but a node has --actor-num-gpus-per-node "
+            f"{cluster.actor_num_gpus_per_node}, so that an engine would lie on two nodes; use a divisor of it"
         )
     if not trains(config):
         ranks = 0

@@ -133,6 +133,8 @@ class Reservation:
     group: Any
     bundles: tuple[int, ...]
     """Bundle of each device."""
+    numbers: tuple[str, ...]
+    """Number of each device on its node, as programs are told which to use; empty strings for processes on a CPU."""
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
         """Where an actor on this device is to run."""
@@ -146,13 +148,12 @@ def reserve(platform: Platform, placement: Placement) -> Reservation:
     """
     count = placement.layout.num_devices
     if not count:
-        return Reservation(None, ())
+        return Reservation(None, (), ())
     group = placement_group(
         [_bundle(platform) for _ in range(count)],
         bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in placement.nodes],
     )
-    bundles = tuple(range(count))
-    reservation = Reservation(group, bundles)
+    reservation = Reservation(group, tuple(range(count)), ("",) * count)
     try:
         ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
         if platform.ray_resource == "CPU":
@@ -163,7 +164,8 @@ def reserve(platform: Platform, placement: Placement) -> Reservation:
             f"{count} devices exist, but others held some of them for {_RESERVE_TIMEOUT_S:.0f} s; `ray status` lists "
             "what is in use. Wait for it to end, or join another cluster"
         ) from error
-    return Reservation(group, in_device_order([node.node_id for node in placement.nodes], numbers))
+    bundles = in_device_order([node.node_id for node in placement.nodes], numbers)
+    return Reservation(group, bundles, tuple(numbers[bundle] for bundle in bundles))
 
 
 def in_device_order(nodes: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.config import Config
@@ -13,10 +13,22 @@ from vime.platform.base import Platform
 
 def engine_arguments(config: Config, platform: Platform, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """AsyncEngineArgs fields of every engine: what the platform wants, what follows from the settings, --vllm-*."""
+    num_devices = config.cluster.rollout_num_gpus_per_engine
     return {
-        **platform.engine_arguments(sizes.max_model_len(config, hf_config)),
+        **platform.engine_arguments(sizes.max_model_len(config, hf_config), num_devices),
         "dtype": run_dtype(config.megatron, hf_config),
-        "tensor_parallel_size": config.cluster.rollout_num_gpus_per_engine,
+        "tensor_parallel_size": num_devices,
         "seed": config.data.rollout_seed,
         **config.vllm,
     }
+
+
+def engine_environment(platform: Platform, device_numbers: Sequence[str]) -> dict[str, str]:
+    """Variables of the process of an engine on these devices.
+
+    Args: device_numbers: as the platform's visible-devices variable takes them; empty strings where it has none.
+    """
+    environment = platform.engine_environment(len(device_numbers))
+    if platform.visible_devices_variable is not None:
+        environment[platform.visible_devices_variable] = ",".join(device_numbers)
+    return environment

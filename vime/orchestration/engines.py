@@ -14,7 +14,7 @@ from vime.config import Config
 from vime.engine.vllm.client import RouterClient
 from vime.errors import EngineDead
 from vime.orchestration.cluster import Reservation
-from vime.orchestration.engine_settings import engine_arguments
+from vime.orchestration.engine_settings import engine_arguments, engine_environment
 from vime.orchestration.fleet import Fleet
 from vime.orchestration.placement import Placement
 from vime.orchestration.workers import start_engine_workers, wait_all
@@ -54,12 +54,12 @@ class EngineFleet(Fleet):
             w.start.remote(
                 model=hf_path,
                 arguments=arguments,
-                environment=platform.engine_environment(),
+                environment=engine_environment(platform, [reservation.numbers[device] for device in devices]),
                 key=key,
                 log_path=log_dir / f"engine_{i}.log",
-                host=placement.host(placement.layout.engine_devices[i][0]),
+                host=placement.host(devices[0]),
             )
-            for i, w in enumerate(self._workers)
+            for i, (w, devices) in enumerate(zip(self._workers, placement.layout.engine_devices, strict=True))
         ]
 
     def wait_ready(self, timeout_s: float) -> RouterClient:

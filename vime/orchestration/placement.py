@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from vime.config import ClusterConfig
+from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
 
 
@@ -35,8 +36,7 @@ def plan_layout(cluster: ClusterConfig, *, with_engines: bool, with_trainer: boo
     trainer = tuple(range(ranks)) if with_trainer else ()
     if not with_engines:
         return Layout(len(trainer), trainer, (), shared=False)
-    wanted = cluster.rollout_num_gpus
-    devices = wanted if wanted is not None else (ranks if cluster.colocate else 1)
+    devices = engine_devices(cluster)
     per_engine = cluster.rollout_num_gpus_per_engine
     if devices < 1 or devices % per_engine:
         raise ConfigError(

@@ -318,7 +318,7 @@ class EngineWorker:
 
 
 def start_engine_workers(placement: Placement, reservation: Reservation, platform: Platform) -> list[Any]:
-    """One `EngineWorker` per engine of the layout, on its first device."""
+    """One `EngineWorker` per engine of the layout, on its first device; the run's reservation holds the others."""
     return [
         ray.remote(EngineWorker)
         .options(

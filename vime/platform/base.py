@@ -36,14 +36,14 @@ class Platform(Protocol):
     def missing(self) -> list[str]:
         """What this machine lacks to run vime here: one sentence each, with the remedy. Empty when all is there."""
 
-    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int, num_devices: int = 1) -> dict[str, Any]:
         """vLLM engine arguments (field names of AsyncEngineArgs) that are right for these devices.
 
-        Args: max_model_len: tokens of prompt and response together.
+        Args: max_model_len: tokens of prompt and response together. num_devices: of the engine.
         """
 
-    def engine_environment(self) -> dict[str, str]:
-        """Environment variables of an engine's process."""
+    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
+        """Environment variables of the process of an engine of so many devices."""
 
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
         """Environment variables of a training rank's process (threads, allocator, network interface).

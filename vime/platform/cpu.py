@@ -69,7 +69,7 @@ class CpuPlatform:
         ]
         return problems
 
-    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int, num_devices: int = 1) -> dict[str, Any]:
         """One process per engine, no compilation: start-up counts for more than speed here."""
         return {
             "max_model_len": max_model_len,
@@ -79,19 +79,23 @@ class CpuPlatform:
             # A seeded request whose prompt is cut in two ends vLLM 0.32: it winds the generator back by an offset, and
             # the CPU's has none. Prompts wait for a step with room instead.
             "enable_chunked_prefill": False,
-            "distributed_executor_backend": "uni",  # 20 s to the first answer; with worker processes 36 to 53 s
+            # In the server's process: 20 s to the first answer; with worker processes 36 to 53 s.
+            "distributed_executor_backend": "uni" if num_devices == 1 else "mp",
         }
 
-    def engine_environment(self) -> dict[str, str]:
+    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
         """Settings vLLM reads from its environment."""
+        # vLLM wants a NUMA node for each worker process, to bind its threads there; most machines have one.
+        unbound = {} if num_devices == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return {
+            **unbound,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),  # GiB; vLLM's default is nearly all memory
             # vLLM compiles a small function of its sampler: 20 to 30 s and a C++ compiler, for no gain that could be
             # measured (6,000 to 7,000 tokens/s either way with a tiny model on 2 cores).
             "TORCHDYNAMO_DISABLE": "1",
             # The API server and the engine share the process: threads that spin on every core starve it.
-            "OMP_NUM_THREADS": str(max(1, self.device_count() // 2)),
+            "OMP_NUM_THREADS": str(max(1, self.device_count() // 2 // num_devices)),
         }
 
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:

@@ -72,11 +72,13 @@ class CudaPlatform:
         ]
         return problems
 
-    def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
+    def engine_arguments(self, max_model_len: int, num_devices: int = 1) -> dict[str, Any]:
         """CUDA graphs stay on; how much memory the engine takes is the user's to say."""
-        return {"max_model_len": max_model_len, "enable_prefix_caching": True}
+        arguments = {"max_model_len": max_model_len, "enable_prefix_caching": True}
+        # Worker processes of the server's own: vLLM would look for Ray, and the server is no part of the run's.
+        return arguments if num_devices == 1 else {**arguments, "distributed_executor_backend": "mp"}
 
-    def engine_environment(self) -> dict[str, str]:
+    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
         """Settings vLLM reads from its environment."""
         # FlashInfer compiles its sampler at first use, which needs a CUDA toolkit on the machine.
         return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
