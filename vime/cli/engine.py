@@ -32,7 +32,7 @@ _DESCRIPTION = """\
 Serve a checkpoint for runs that name this engine by --rollout-external-engine-addrs. It opens the doors that a run's
 own engines have, behind the key in --key-file, and goes on serving when a run ends. Settings of a run that it reads:
 --hf-checkpoint, --platform, --bf16, --rollout-num-gpus-per-engine (the first so many visible devices), --rollout-seed,
---rollout-max-context-len, --engine-start-timeout-s and --vllm-*; give the trainer the same ones, but for the devices."""
+--rollout-max-context-len, --engine-start-timeout-s and --vllm-*; give the trainer the same ones."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -19,7 +19,9 @@ class ClusterConfig:
     platform: str = setting("auto", "hardware to run on: auto, cpu, cuda, or a name an entry point registers")
     actor_num_nodes: int = setting(1, "nodes that train")
     actor_num_gpus_per_node: int = setting(1, "training ranks per node (devices; on the CPU platform, processes)")
-    rollout_num_gpus: int | None = setting(None, "devices for engines; default: training's with --colocate, else one engine's")
+    rollout_num_gpus: int | None = setting(
+        None, "engines' devices; default: training's with --colocate, else one engine's"
+    )
     rollout_num_gpus_per_engine: int = setting(1, "devices of one engine (its tensor parallel size)")
     colocate: bool = setting(False, "trainer and engines share the devices")
     ray_address: str | None = setting(None, "join this Ray cluster ('auto' or host:port); default: start one here")
