@@ -120,7 +120,7 @@ def _checkpoint(config: Config, problems: list[str]) -> tuple[dict[str, Any], di
         "vocab_size": settings.vocab_size,
         "max_position_embeddings": settings.max_position_embeddings,
         "rotary_base": settings.rotary_base,
-        "rotary_percent": 1.0,  # families refuse partial rotation
+        "rotary_percent": settings.rotary_percent,
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
         "group_query_attention": groups != heads,

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from vime.errors import ConfigError
-from vime.models.base import Family, Kind, ModelSettings, NameMap, Names, Rule
+from vime.models.base import Family
+from vime.models.glm4_moe import Glm4Moe
 from vime.models.llama import Llama
+from vime.models.names import Kind, NameMap, Names, Rule
+from vime.models.qwen2 import Qwen2
 from vime.models.qwen3 import Qwen3
+from vime.models.qwen3_moe import Qwen3Moe
+from vime.models.settings import ModelSettings
 
-FAMILIES: tuple[Family, ...] = (Llama(), Qwen3())
+FAMILIES: tuple[Family, ...] = (Llama(), Qwen2(), Qwen3(), Qwen3Moe(), Glm4Moe())
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

@@ -1,87 +1,19 @@
-"""What a model family must say: its Megatron settings, and one table of names that serves both directions.
+"""What a model family must say: its Megatron settings, and its tensors' names.
 
-A family is one file with one `Family` object. Nothing here imports torch or Megatron: the table is data, and the
-trainer applies it.
+A family is one file with one `Family` object. Most share the names in `names.py`; what differs is what config.json says
+and what of it can be done.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from vime.errors import ConfigError
-
-
-class Kind(Enum):
-    """How a Megatron tensor is laid out from its HF tensors."""
-
-    PLAIN = "plain"  # the same tensor
-    QKV = "qkv"  # q, k, v interleaved: for each key/value head its query heads, then k, then v
-    GLU = "glu"  # gate, then up, stacked
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One line of a name table. `{i}` stands for the layer's number, counted from 0 over the whole model."""
-
-    megatron: str
-    hf: tuple[str, ...]
-    kind: Kind = Kind.PLAIN
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The HF names of one Megatron tensor, in the order its kind needs."""
-
-    hf: tuple[str, ...]
-    kind: Kind
-
-
-class NameMap:
-    """The name table of one model, both ways."""
-
-    def __init__(self, rules: Iterable[Rule], num_layers: int) -> None:
-        self._names: dict[str, Names] = {}
-        self._megatron: dict[str, str] = {}
-        for rule in rules:
-            for i in range(num_layers) if "{i}" in rule.megatron else (0,):
-                key = rule.megatron.replace("{i}", str(i))
-                names = tuple(name.replace("{i}", str(i)) for name in rule.hf)
-                self._names[key] = Names(names, rule.kind)
-                self._megatron.update(dict.fromkeys(names, key))
-
-    def to_hf(self, megatron_name: str) -> Names:
-        """The HF tensors that make up a Megatron tensor. Raises: KeyError for a name the family does not have."""
-        return self._names[megatron_name]
-
-    def to_megatron(self, hf_name: str) -> str:
-        """The Megatron tensor an HF tensor goes into. Raises: KeyError for a name the family does not have."""
-        return self._megatron[hf_name]
-
-    def megatron_names(self) -> list[str]:
-        """All Megatron names, in the table's order."""
-        return list(self._names)
-
-    def hf_names(self) -> list[str]:
-        """All HF names, in the table's order."""
-        return list(self._megatron)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """A checkpoint's architecture, in Megatron's words."""
-
-    transformer: Mapping[str, Any]
-    """Fields of megatron-core's TransformerConfig; `activation_func` is the name of a torch.nn.functional."""
-    vocab_size: int
-    max_position_embeddings: int
-    rotary_base: float
-    tie_word_embeddings: bool
-    dtype: str
-    """torch dtype name of the checkpoint's tensors: "float32", "bfloat16", "float16"."""
+from vime.models.names import NameMap, Rule, decoder_layer_rules
+from vime.models.rope import rotary_base, rotary_percent, unsupported_rope
+from vime.models.settings import ModelSettings
 
 
 class Family(ABC):
@@ -91,6 +23,19 @@ class Family(ABC):
     """`model_type` in config.json."""
     architecture: str
     """The causal language model's class name in config.json's `architectures`."""
+    only: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0}
+    """Keys of config.json with the one value that is supported; a checkpoint may leave them out."""
+    required: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+    """Keys of config.json that must be whole numbers."""
+    default_rotary_percent: ClassVar[float] = 1.0
+    """Part of each head that is rotated where config.json does not say; 1: the model has no other."""
 
     def settings(self, hf: Mapping[str, Any]) -> ModelSettings:
         """Megatron settings of a checkpoint.
@@ -98,8 +43,8 @@ class Family(ABC):
         Args: hf: its config.json.
         Raises: ConfigError listing everything the checkpoint asks for that cannot be done, or that is missing.
         """
-        problems = [*self.problems(hf), *_missing(hf)]
-        if problems:
+        missing = [f"config.json lacks {key}" for key in self.required if not isinstance(hf.get(key), int)]
+        if problems := [*self.problems(hf), *missing]:
             raise ConfigError([f"model of type {self.model_type}: {p}" for p in problems])
         heads = hf["num_attention_heads"]
         transformer = {
@@ -115,6 +60,7 @@ class Family(ABC):
             "activation_func": "silu",
             "add_bias_linear": False,
             "add_qkv_bias": False,
+            "qk_layernorm": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "init_method_std": hf.get("initializer_range", 0.02),
@@ -125,105 +71,78 @@ class Family(ABC):
             vocab_size=hf["vocab_size"],
             max_position_embeddings=hf["max_position_embeddings"],
             rotary_base=rotary_base(hf),
+            rotary_percent=rotary_percent(hf, self.default_rotary_percent),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
+            num_mtp_layers=self.num_mtp_layers(hf),
         )
 
     def name_map(self, settings: ModelSettings) -> NameMap:
         """The name table of a model with these settings; a tied head has no tensor of its own."""
-        top = [
-            Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-            *self.layer_rules(),
-            Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-        ]
+        num_layers = settings.transformer["num_layers"]
+        rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+        for i in range(num_layers):
+            rules += self.layer_rules(i, settings)
+        rules.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",)))
         if not settings.tie_word_embeddings:
-            top.append(Rule("output_layer.weight", ("lm_head.weight",)))
-        return NameMap(top, settings.transformer["num_layers"])
+            rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
+        return NameMap(rules, kept_layers=range(num_layers, num_layers + settings.num_mtp_layers))
 
     @abstractmethod
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """TransformerConfig fields in which this family differs from the ones `settings` reads."""
 
-    @abstractmethod
-    def layer_rules(self) -> list[Rule]:
-        """The names of a decoder layer's tensors."""
+    def layer_rules(self, layer: int, settings: ModelSettings) -> list[Rule]:
+        """The names of one decoder layer's tensors. Args: layer: counted from 0 over the whole model."""
+        return decoder_layer_rules(layer, settings)
 
-    @abstractmethod
     def head_dim(self, hf: Mapping[str, Any]) -> int:
         """Width of one attention head."""
+        return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+    def num_mtp_layers(self, hf: Mapping[str, Any]) -> int:
+        """Multi-token-prediction layers that the checkpoint may have behind its last layer."""
+        return 0
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
         """What the checkpoint asks for that this family's implementation cannot do, one sentence each."""
-        return unsupported_rope(hf) + unsupported_values(
-            hf, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0}
-        )
-
-
-def attention_and_mlp_rules(*, qk_norm: bool) -> list[Rule]:
-    """The layer names that dense decoders with gated MLPs share."""
-    hf, megatron = "model.layers.{i}.", "decoder.layers.{i}."
-    rules = [
-        Rule(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
-        Rule(
-            megatron + "self_attention.linear_qkv.weight",
-            tuple(hf + f"self_attn.{x}_proj.weight" for x in "qkv"),
-            Kind.QKV,
-        ),
-    ]
-    if qk_norm:
-        rules += [
-            Rule(megatron + f"self_attention.{x}_layernorm.weight", (hf + f"self_attn.{x}_norm.weight",)) for x in "qk"
+        return unsupported_rope(hf, whole_heads=self.default_rotary_percent == 1) + [
+            f"{key} is {hf[key]!r}; only {value!r} is supported"
+            for key, value in self.only.items()
+            if hf.get(key) is not None and hf[key] != value
         ]
+
+
+def sliding_window(hf: Mapping[str, Any]) -> list[str]:
+    """A sentence if the checkpoint's attention does not see all earlier tokens in every layer."""
+    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+    if not hf.get("use_sliding_window") and not others:
+        return []
     return [
-        *rules,
-        Rule(megatron + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",)),
-        Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
-        Rule(megatron + "mlp.linear_fc1.weight", (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"), Kind.GLU),
-        Rule(megatron + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",)),
+        f"it uses sliding-window attention (use_sliding_window {hf.get('use_sliding_window')}, layer_types {others}); "
+        "only full attention is supported"
     ]
 
 
-def rotary_base(hf: Mapping[str, Any]) -> float:
-    """RoPE's base, from transformers 5's `rope_parameters` or the older `rope_theta`; transformers' default is 1e4."""
-    parameters = hf.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta", hf.get("rope_theta", 10_000.0)))
+def mixture(
+    *, num_experts: int, top_k: int, ffn_size: int, layers: list[int], score: str, normalised: bool
+) -> dict[str, Any]:
+    """TransformerConfig fields of a mixture of experts.
 
-
-def unsupported_rope(hf: Mapping[str, Any]) -> list[str]:
-    """Sentences for RoPE variants that are not plain RoPE over the whole head."""
-    problems = []
-    for key in ("rope_parameters", "rope_scaling"):
-        parameters = hf.get(key) or {}
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            problems.append(f"{key} asks for RoPE scaling of type {kind!r}; only plain RoPE is supported")
-        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            problems.append(
-                f"{key}.partial_rotary_factor is {parameters['partial_rotary_factor']}; only 1 is supported"
-            )
-    if hf.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor is {hf['partial_rotary_factor']}; only 1 is supported")
-    return problems
-
-
-def unsupported_values(hf: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Sentences for keys that are set to something other than the one value that is supported."""
-    return [
-        f"{key} is {hf[key]!r}; only {value!r} is supported"
-        for key, value in expected.items()
-        if hf.get(key) is not None and hf[key] != value
-    ]
-
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-
-
-def _missing(hf: Mapping[str, Any]) -> list[str]:
-    return [f"config.json lacks {key}" for key in _REQUIRED if not isinstance(hf.get(key), int)]
+    Args:
+        num_experts, top_k: routed experts of a layer, and how many of them see a token.
+        ffn_size: an expert's inner width.
+        layers: 1 for each layer with experts, 0 for each without.
+        score: what turns router logits into weights, "softmax" or "sigmoid".
+        normalised: whether the chosen experts' weights add up to 1.
+    """
+    fields: dict[str, Any] = {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": ffn_size,
+        "moe_layer_freq": layers,
+        "moe_router_score_function": score,
+    }
+    if score == "softmax":  # a softmax over the chosen alone is one over all, normalised; sigmoids always are
+        fields["moe_router_pre_softmax"] = not normalised
+    return fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vime.models.base import ModelSettings
+from vime.models.settings import ModelSettings
 
 
 def forward_flops(model: ModelSettings, lengths: Iterable[int], num_logits: int) -> float:

@@ -1,11 +1,11 @@
-"""Llama (SmolLM2 among them): grouped-query attention, gated MLP, no biases, plain RoPE."""
+"""Llama (SmolLM2 among them): grouped-query attention, gated MLP, no biases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from vime.models.base import Family, Rule, attention_and_mlp_rules, unsupported_values
+from vime.models.base import Family
 
 
 class Llama(Family):
@@ -13,15 +13,11 @@ class Llama(Family):
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {**Family.only, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        return {"qk_layernorm": False}
-
-    def layer_rules(self) -> list[Rule]:
-        return attention_and_mlp_rules(qk_norm=False)
-
-    def head_dim(self, hf: Mapping[str, Any]) -> int:
-        return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+        return {}
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        return super().problems(hf) + unsupported_values(hf, {"pretraining_tp": 1, "sliding_window": None})
+        window = hf.get("sliding_window")
+        return super().problems(hf) + ([f"sliding_window is {window}; only full attention is supported"] * bool(window))

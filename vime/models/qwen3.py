@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from vime.models.base import Family, Rule, attention_and_mlp_rules
+from vime.models.base import Family, sliding_window
 
 
 class Qwen3(Family):
@@ -13,22 +13,13 @@ class Qwen3(Family):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {**Family.only, "attention_bias": False}
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {"qk_layernorm": True}
-
-    def layer_rules(self) -> list[Rule]:
-        return attention_and_mlp_rules(qk_norm=True)
 
     def head_dim(self, hf: Mapping[str, Any]) -> int:
         return int(hf.get("head_dim") or 128)
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        problems = super().problems(hf)
-        layer_types = set(hf.get("layer_types") or ()) - {"full_attention"}
-        if hf.get("use_sliding_window") or layer_types:
-            problems.append(
-                f"it uses sliding-window attention (use_sliding_window {hf.get('use_sliding_window')}, "
-                f"layer_types {sorted(layer_types)}); only full attention is supported"
-            )
-        return problems
+        return super().problems(hf) + sliding_window(hf)

@@ -125,7 +125,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [T, heads, D].
-        cos, sin: [T, 1, D / 2] in x's dtype.
+        cos, sin: [T, 1, W / 2] in x's dtype; the first W of each head's D elements are rotated.
     Returns: [T, heads, D].
     """
     rotated: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
@@ -148,9 +148,11 @@ class _Rope(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    a, b = x.to(wide).chunk(2, -1)
+    half = cos.shape[-1]
+    a, b = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
     cos, sin = cos.to(wide), sin.to(wide)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    rotated = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
+    return torch.cat([*rotated, x[..., 2 * half :]] if 2 * half < x.shape[-1] else rotated, -1)
 
 
 _rotate_compiled = torch.compile(_rotate, dynamic=True)

@@ -158,8 +158,8 @@ def _scheduler(
 
 
 def inverse_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
-    """[head_dim / 2] float32: RoPE's angle per position, computed as HF does."""
-    width = model.transformer["kv_channels"]
+    """[rotated part of a head / 2] float32: RoPE's angle per position, computed as HF does."""
+    width = int(model.transformer["kv_channels"] * model.rotary_percent)
     steps = torch.arange(0, width, 2, dtype=torch.int64).float()
     frequencies: Tensor = 1.0 / (model.rotary_base ** (steps / width))
     return frequencies.to(device)

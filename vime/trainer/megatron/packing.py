@@ -47,7 +47,7 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     split: Split | None = None
     """Context parallel: which queries are this rank's."""
     cos: Tensor = None  # type: ignore[assignment]
-    """[T, 1, head_dim / 2], computed in float32 and then rounded to the model's dtype, as HF does."""
+    """[T, 1, rotated part of a head / 2], computed in float32 and then rounded to the model's dtype, as HF does."""
     sin: Tensor = None  # type: ignore[assignment]
     rows: Tensor = None  # type: ignore[assignment]
     """[P] int64: the packed positions whose hidden state predicts a wanted token."""
@@ -61,7 +61,7 @@ class Layout:
     """What a model needs of its micro-batches."""
 
     inv_freq: Tensor
-    """[head_dim / 2] float32 RoPE frequencies, on the device."""
+    """[rotated part of a head / 2] float32 RoPE frequencies, on the device."""
     dtype: torch.dtype
     """The model's."""
     padded: bool

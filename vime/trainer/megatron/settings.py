@@ -123,7 +123,7 @@ def _pop_checkpoint_facts(model: ModelSettings, rest: dict[str, Any]) -> list[st
         "use_rotary_position_embeddings": True,
         "position_embedding_type": "rope",
         "rotary_base": model.rotary_base,
-        "rotary_percent": 1.0,
+        "rotary_percent": model.rotary_percent,
         "group_query_attention": t["num_query_groups"] < t["num_attention_heads"],
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,

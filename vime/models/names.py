@@ -1,0 +1,131 @@
+"""One table of tensor names for both directions: a checkpoint's into Megatron's, and back.
+
+Nothing here imports torch or Megatron: the table is data, and the trainer applies it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from vime.models.settings import ModelSettings
+
+
+class Kind(Enum):
+    """How a Megatron tensor is laid out from its HF tensors."""
+
+    PLAIN = "plain"  # the same tensor
+    QKV = "qkv"  # q, k, v interleaved: for each key/value head its query heads, then k, then v; weights and biases
+    GLU = "glu"  # gate, then up, stacked
+    EXPERTS = "experts"  # [E, out, in]: every expert's matrix
+    EXPERTS_GLU = "experts_glu"  # [E, 2, I, H]: every expert's gate and up; HF's names expert by expert, gate first
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron tensor, and the HF tensors that make it up in the order its kind needs."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    kind: Kind = Kind.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The HF names of one Megatron tensor, in the order its kind needs."""
+
+    hf: tuple[str, ...]
+    kind: Kind
+
+
+class NameMap:
+    """The name table of one model, both ways.
+
+    Args:
+        rules: every tensor of the model, the layers' in their order.
+        kept_layers: numbers of HF layers whose tensors are no part of the model, and stay in its checkpoint as they
+            are (multi-token prediction).
+    """
+
+    def __init__(self, rules: Iterable[Rule], kept_layers: Iterable[int] = ()) -> None:
+        self._names = {rule.megatron: Names(rule.hf, rule.kind) for rule in rules}
+        self._megatron = {name: key for key, names in self._names.items() for name in names.hf}
+        self._kept_layers = frozenset(kept_layers)
+
+    def to_hf(self, megatron_name: str) -> Names:
+        """The HF tensors that make up a Megatron tensor. Raises: KeyError for a name the family does not have."""
+        return self._names[megatron_name]
+
+    def to_megatron(self, hf_name: str) -> str:
+        """The Megatron tensor an HF tensor goes into. Raises: KeyError for a name the family does not have."""
+        return self._megatron[hf_name]
+
+    def megatron_names(self) -> list[str]:
+        """All Megatron names, in the table's order."""
+        return list(self._names)
+
+    def hf_names(self) -> list[str]:
+        """All HF names of the model, in the table's order; those of kept layers are not among them."""
+        return list(self._megatron)
+
+    def is_kept(self, hf_name: str) -> bool:
+        """Whether an HF tensor is neither trained nor sent to engines, but copied from checkpoint to checkpoint."""
+        layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+        return layer is not None and int(layer[1]) in self._kept_layers
+
+
+def decoder_layer_rules(i: int, settings: ModelSettings) -> list[Rule]:
+    """The tensors of decoder layer `i`, counted from 0 over the whole model, as Llama's and its descendants' are named.
+
+    The settings say which there are: biases of q, k and v, norms of each query and key head, and experts in the layers
+    that have them.
+    """
+    t = settings.transformer
+    hf, megatron = f"model.layers.{i}.", f"decoder.layers.{i}."
+    qkv = ["weight", "bias"] if t["add_qkv_bias"] else ["weight"]
+    head_norms = "qk" if t["qk_layernorm"] else ""
+    return [
+        Rule(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
+        *(
+            Rule(
+                megatron + f"self_attention.linear_qkv.{part}",
+                tuple(hf + f"self_attn.{x}_proj.{part}" for x in "qkv"),
+                Kind.QKV,
+            )
+            for part in qkv
+        ),
+        *(
+            Rule(megatron + f"self_attention.{x}_layernorm.weight", (hf + f"self_attn.{x}_norm.weight",))
+            for x in head_norms
+        ),
+        Rule(megatron + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",)),
+        Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
+        *(_expert_rules if settings.has_experts(i) else _mlp_rules)(hf + "mlp.", megatron + "mlp.", settings),
+    ]
+
+
+def _mlp_rules(hf: str, megatron: str, _: ModelSettings) -> list[Rule]:
+    """A gated MLP."""
+    return [
+        Rule(megatron + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), Kind.GLU),
+        Rule(megatron + "linear_fc2.weight", (hf + "down_proj.weight",)),
+    ]
+
+
+def _expert_rules(hf: str, megatron: str, settings: ModelSettings) -> list[Rule]:
+    """A router, the experts it chooses from, and those that see every token."""
+    t = settings.transformer
+    experts = [f"{hf}experts.{e}." for e in range(t["num_moe_experts"])]
+    rules = [Rule(megatron + "router.weight", (hf + "gate.weight",))]
+    if t.get("moe_router_enable_expert_bias"):
+        rules.append(Rule(megatron + "router.expert_bias", (hf + "gate.e_score_correction_bias",)))
+    gate_up = tuple(e + f"{x}_proj.weight" for e in experts for x in ("gate", "up"))
+    rules += [
+        Rule(megatron + "experts.gate_up", gate_up, Kind.EXPERTS_GLU),
+        Rule(megatron + "experts.down", tuple(e + "down_proj.weight" for e in experts), Kind.EXPERTS),
+    ]
+    if t.get("moe_shared_expert_intermediate_size"):
+        rules += _mlp_rules(hf + "shared_experts.", megatron + "shared_experts.", settings)
+    return rules

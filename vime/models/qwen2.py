@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5: grouped-query attention with biases on query, key and value, gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vime.models.base import Family, sliding_window
+
+
+class Qwen2(Family):
+    """Qwen2ForCausalLM."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {"add_qkv_bias": True}
+
+    def problems(self, hf: Mapping[str, Any]) -> list[str]:
+        return super().problems(hf) + sliding_window(hf)
