@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from vime.engine.vllm.server import EngineServer
 
 RUN_KEY = "the-key-of-the-tests"
+
+# The same examples each time, however long one takes: a run of the tests depends on the code alone.
+settings.register_profile("vime", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("vime")
 
 
 @pytest.fixture(scope="session")

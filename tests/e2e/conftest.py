@@ -21,11 +21,12 @@ def _python_path() -> str:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/`, `data/train.jsonl` and `data/heldout.jsonl`."""
-    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
-    from problems import write_problems
-
     folder = tmp_path_factory.mktemp("task")
-    write_problems(folder / "data", seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples" / "quickstart"))
+        from problems import write_problems
+
+        write_problems(folder / "data", seed=0)
     command = [sys.executable, "-m", "vime.cli.main", "init-model", str(folder / "model"), "--seed", "0"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return folder

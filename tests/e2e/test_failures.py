@@ -50,7 +50,9 @@ class Running:
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             self.note_processes()
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
+            if self.process.poll() is not None:
+                self._reader.join(60)
+                assert text in self.output, f"ended before {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
             time.sleep(0.2)
 
@@ -60,16 +62,16 @@ class Running:
         assert found, f"no process with {word} on its command line"
         return found[0]
 
-    def end(self, timeout_s: float = 120) -> int:
+    def end(self, timeout_s: float = 300) -> int:
         code = self.process.wait(timeout_s)
-        self._reader.join(10)
+        self._reader.join(60)
         return code
 
     def left_behind(self, *words: str) -> list[str]:
         """Command lines (with one of `words`, if given) of processes that outlive the run by more than some seconds."""
         watched = [(p, line) for p, line in self.seen.values() if not words or any(word in line for word in words)]
         assert watched
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while alive := [line for p, line in watched if _is_alive(p)]:
             if time.monotonic() > deadline:
                 return [line[:120] for line in alive]

@@ -172,7 +172,7 @@ def test_wrong_settings_are_all_named_before_anything_starts(start_train: Callab
         *("--rollout-bach-size", "8", "--tensor-model-paralel-size", "2", "--vllm-gpu-memory-utilisation", "0.5"),
         *("--hf-checkpoint", "nowhere/at/all", "--num-rollout", "1", "--lr", "1e-3"),
     )
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     for right in (
         "--rollout-batch-size",

@@ -232,7 +232,7 @@ def test_string_work_takes_linear_time(name: str) -> None:
     quick = REWARDS[name].quick
     assert quick is not None
     pieces = ["answer ", "answer : ", "Answer:", "is A", "\\boxed{", "{", "}", "(A)", " ", "\n", "*", "A, ", "</think>"]
-    started = time.monotonic()
+    started = time.thread_time()  # what others do on the machine is not counted
     for piece in pieces:
         quick(piece * 20_000, "A", {})
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 20, "the square of these lengths takes hours"

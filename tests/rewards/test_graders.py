@@ -22,24 +22,39 @@ GRADER = {"boxed": "math", "gsm8k": "gsm8k"}
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GraderPool]:
+    """With time for everything that ends, however busy the machine is."""
+    pool = GraderPool(num_workers=1, timeout_s=120.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def impatient_pool() -> Iterator[GraderPool]:
+    """Gives up after less than the five seconds that responses made to hang a grader may cost."""
     pool = GraderPool(num_workers=1, timeout_s=4.5)
-    asyncio.run(pool.grade("math", r"\boxed{\frac{1}{1+1}}", "0.5", {}))  # starts the worker
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_shared_case(case: dict[str, Any], pool: GraderPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_case(
+    case: dict[str, Any],
+    pool: GraderPool,
+    impatient_pool: GraderPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
-    started = time.monotonic()
-    grade = asyncio.run(pool.grade(GRADER[case["style"]], case["response"], case["label"], {}))
-    took = time.monotonic() - started
+    # What is right must be found right; a response that is wrong and made to take for ever may be given up.
+    may_be_given_up = case["expected"] is False and case.get("max_seconds")
+    chosen = impatient_pool if may_be_given_up else pool
+    assert not may_be_given_up or chosen.timeout_s <= case["max_seconds"]
+    grade = asyncio.run(chosen.grade(GRADER[case["style"]], case["response"], case["label"], {}))
     if case["expected"] == "unparseable":
         assert grade.verdict == "unparseable"
     else:
         assert (grade.verdict == "correct") is case["expected"], case["why"]
     assert grade.score == (1.0 if case["expected"] is True else 0.0)
-    assert took <= (case["max_seconds"] if case.get("max_seconds") else 60)
     if path := case.get("forbid_path"):
         assert not Path(path).exists()
         assert not (Path("/") / path).exists()
@@ -107,10 +122,10 @@ def test_last_boxed(text: str, box: str | None) -> None:
 
 
 def test_finding_the_box_takes_linear_time() -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # what others do on the machine is not counted
     for text in ("\\boxed" * 200_000, "\\boxed{" * 100_000, "{" * 1_000_000, "</think>" * 100_000):
         last_boxed(text)
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 20, "the square of these lengths takes hours"
 
 
 @pytest.mark.parametrize(

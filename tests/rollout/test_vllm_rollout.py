@@ -22,6 +22,17 @@ def shuffled_delays(request: GenerateRequest) -> Any:
     return asyncio.sleep(0.001 * (int(request.request_id.split("-")[-1]) * 7 % 5))
 
 
+def in_groups_of(n: int) -> Callable[[GenerateRequest], Any]:
+    """Each request waits until it is one of n that run."""
+    barrier = asyncio.Barrier(n)
+
+    async def before(request: GenerateRequest) -> None:
+        async with asyncio.timeout(60):
+            await barrier.wait()
+
+    return before
+
+
 def test_one_request_a_group_gives_scored_samples_in_order(tokenizer: Any, pool: GraderPool) -> None:
     bench = Bench(tokenizer, pool, FakeEngines(seeded_digits(tokenizer, 1), shuffled_delays))
     result = bench.run()
@@ -74,12 +85,8 @@ def test_seeds_differ_by_group_and_fit_any_reader(tokenizer: Any, pool: GraderPo
 
 
 def test_concurrency_is_bounded(tokenizer: Any, pool: GraderPool) -> None:
-    async def wait(request: GenerateRequest) -> None:
-        await asyncio.sleep(0.001)
-
-    bench = Bench(
-        tokenizer, pool, FakeEngines(seeded_digits(tokenizer), wait), rollout_batch_size=9, rollout_concurrency=3
-    )
+    engines = FakeEngines(seeded_digits(tokenizer), in_groups_of(3))
+    bench = Bench(tokenizer, pool, engines, rollout_batch_size=9, rollout_concurrency=3)
     bench.run()
     assert bench.engines.max_running == 3
 
@@ -240,7 +247,7 @@ def test_a_custom_generate_function_runs_once_a_sample(tokenizer: Any, pool: Gra
     bench = Bench(
         tokenizer,
         pool,
-        FakeEngines(seeded_digits(tokenizer, 1), lambda request: asyncio.sleep(0.001)),
+        FakeEngines(seeded_digits(tokenizer, 1), in_groups_of(2)),
         custom_generate_function_path=f"{HOOKS}.two_turns",
         rollout_concurrency=2,
         reward={},
@@ -333,7 +340,13 @@ def test_it_is_said_what_a_quiet_rollout_waits_for(
     tokenizer: Any, pool: GraderPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vime.rollout.runner._QUIET_S", 0.05)
-    Bench(tokenizer, pool, FakeEngines(seeded_digits(tokenizer), lambda _: asyncio.sleep(0.2))).run()
+
+    async def until_it_is_said(request: GenerateRequest) -> None:
+        async with asyncio.timeout(60):
+            while not caplog.records:
+                await asyncio.sleep(0.005)
+
+    Bench(tokenizer, pool, FakeEngines(seeded_digits(tokenizer), until_it_is_said)).run()
     assert "rollout-0: no group finished for 0.05 s; 4 wait for the engines, 0 are in" in caplog.text
 
 

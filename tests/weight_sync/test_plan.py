@@ -160,7 +160,7 @@ def test_engines_that_wait_for_one_that_failed_are_told() -> None:
             raise
 
     def wait_for_the_other(bucket: BucketMessage) -> None:
-        raise WeightSyncError("called off" if called_off.wait(30) else "waited in vain")
+        raise WeightSyncError("called off" if called_off.wait(60) else "waited in vain")
 
     def dead(bucket: BucketMessage) -> None:
         raise EngineDead("the process is gone")
@@ -216,7 +216,7 @@ def test_closing_does_not_wait_for_an_engine_that_never_answers() -> None:
 
     def pause(mode: str = "keep") -> None:
         asked.set()
-        answer.wait(30)
+        answer.wait(60)
         answered.set()
 
     engine.pause = pause  # type: ignore[method-assign]
@@ -227,8 +227,9 @@ def test_closing_does_not_wait_for_an_engine_that_never_answers() -> None:
 
     publishing = threading.Thread(target=publish)
     publishing.start()
-    assert asked.wait(10)
+    assert asked.wait(60)
     sync.close()
     assert not answered.is_set()
     answer.set()
-    publishing.join(10)
+    publishing.join(60)
+    assert not publishing.is_alive()

@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+pause = asyncio.sleep  # by this name, tests let the cool-down last as long as they like
+
+
 class BreakerOpen(Exception):
     """The one request that tried has failed as well; nothing was sent for this one."""
 
@@ -74,7 +77,7 @@ class CircuitBreaker:
         is_well = False
         try:
             # Jitter, so that several runs that lost the same server do not come back to it at once.
-            await asyncio.sleep(self._cooldown_s * random.uniform(0.8, 1.2))
+            await pause(self._cooldown_s * random.uniform(0.8, 1.2))
             try:
                 result = await send()
             except Exception as error:

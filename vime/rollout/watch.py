@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,15 @@ class LoopWatch:
 
     A user's function that computes or blocks without awaiting stops all requests, rewards and time limits.
 
-    Args: limit_s: until the first warning; each further one takes as long again as all before.
+    Args:
+        limit_s: until the first warning; each further one takes as long again as all before.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, limit_s: float = 60.0) -> None:
-        self._limit_s = limit_s
-        self._last_beat = time.monotonic()
+    def __init__(self, limit_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self.last_beat = clock()
+        """When the loop last gave a sign of life."""
         self._ended = threading.Event()
 
     async def __aenter__(self) -> LoopWatch:
@@ -44,13 +48,13 @@ class LoopWatch:
         self._timer.cancel()
 
     def _beat(self) -> None:
-        self._last_beat = time.monotonic()
+        self.last_beat = self._clock()
         self._timer = self._loop.call_later(min(_BEAT_S, self._limit_s / 4), self._beat)
 
     def _watch(self) -> None:
         warn_at = self._limit_s
         while not self._ended.wait(min(_BEAT_S, self._limit_s / 4)):
-            silent_s = time.monotonic() - self._last_beat
+            silent_s = self._clock() - self.last_beat
             if silent_s < self._limit_s:
                 warn_at = self._limit_s
             elif silent_s >= warn_at:

@@ -57,7 +57,7 @@ def router(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):  # neither the router nor its owner may ask a proxy
             environment.setenv(name, "http://127.0.0.1:9")
         process.start()
-        process.wait_ready(30)
+        process.wait_ready(120)
     yield process
     process.stop()
 
@@ -77,11 +77,11 @@ def test_without_the_key_the_router_refuses(router: RouterProcess) -> None:
 def test_a_router_whose_owner_dies_ends(engine_url: str, tmp_path: Path) -> None:
     process = RouterProcess([engine_url], settings={}, key=KEY, log_path=tmp_path / "router.log")
     process.start()
-    process.wait_ready(30)
+    process.wait_ready(120)
     inner = process._process
     assert inner is not None and inner.stdin is not None
     inner.stdin.close()
-    assert inner.wait(15) != 0
+    assert inner.wait(120) != 0
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -89,14 +89,19 @@ def test_a_router_whose_port_was_taken_meanwhile_starts_on_another(
     engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     """Its own port, or that of its metrics."""
-    ports = [free_port() for _ in range(4)]
-    given = iter(ports)
-    monkeypatch.setattr("vime.engine.vllm.router.free_port", lambda host: next(given))
-    with socket.create_server(("127.0.0.1", ports[which])):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        given: list[int] = []
+
+        def choose(host: str) -> int:
+            given.append(port if len(given) == which else free_port())
+            return given[-1]
+
+        monkeypatch.setattr("vime.engine.vllm.router.free_port", choose)
         process = RouterProcess([engine_url], settings={}, key=KEY, log_path=tmp_path / "router.log")
         process.start()
-        process.wait_ready(30)
-        assert process.url == f"http://127.0.0.1:{ports[2]}"
+        process.wait_ready(120)
+        assert len(given) >= 4 and process.url == f"http://127.0.0.1:{given[-2]}"
         process.stop()
 
 

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -104,7 +103,7 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path, monk
     engine = server(tmp_path)
     engine.start()
     with pytest.raises(EngineDead, match=r"exit code 3(.|\n)*no room for the KV cache"):
-        engine.wait_ready(30)
+        engine.wait_ready(120)
     with pytest.raises(EngineError, match="already started"):
         engine.start()
     (scratch,) = tmp_path.glob("vime-engine-*")
@@ -125,7 +124,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
 """
 
 
@@ -133,33 +134,24 @@ def test_an_engine_whose_port_was_taken_meanwhile_starts_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And takes no other run's engine on that port for its own."""
-    taken, free = free_port(), free_port()
-    other = subprocess.Popen([sys.executable, "-c", _ANSWERS, str(taken), "another-key"])
+    other = subprocess.Popen([sys.executable, "-c", _ANSWERS, "0", "another-key"], stdout=subprocess.PIPE, text=True)
     try:
-        with httpx.Client() as http:
-            while not _answers(http, taken):
-                assert other.poll() is None
-        ports = iter([taken, free])
-        monkeypatch.setattr("vime.engine.vllm.server.free_port", lambda host: next(ports))
+        assert other.stdout is not None
+        taken = int(other.stdout.readline())
+        chosen = [taken]
+        monkeypatch.setattr("vime.engine.vllm.server.free_port", lambda host: chosen.pop() if chosen else free_port())
         program = [sys.executable, "-c", f"import time; time.sleep(0.3)\n{_ANSWERS}"]
         monkeypatch.setattr(EngineServer, "command", lambda self, port: [*program, str(port), "run-key"])
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it is none of the run's business
         engine = server(tmp_path)
         engine.start()
-        engine.wait_ready(30)
-        assert engine.url == f"http://127.0.0.1:{free}"
+        engine.wait_ready(120)
+        assert engine.url != f"http://127.0.0.1:{taken}"
         assert "Address already in use" in engine.log_path.read_text()
         engine.stop()
     finally:
         other.kill()
-        other.wait()
-
-
-def _answers(http: httpx.Client, port: int) -> bool:
-    try:
-        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+        other.communicate()
 
 
 def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +177,7 @@ def test_stopping_ends_children_that_ignore_the_signal() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     stop_process(process, 5.0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.killpg(process.pid, 0)
@@ -206,7 +198,7 @@ def test_a_launched_server_ends_when_its_owner_is_gone(tmp_path: Path) -> None:
     )
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(30) == -15
+    assert process.wait(120) == -15
     assert not scratch.exists()
 
 
@@ -231,7 +223,7 @@ def test_what_a_killed_server_leaves_ends_with_its_owner() -> None:
     assert psutil.pid_exists(int(pid))
     process.stdin.close()
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(pid)).wait(30)
+        psutil.Process(int(pid)).wait(120)
     process.stdout.close()
 
 

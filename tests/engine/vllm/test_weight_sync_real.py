@@ -218,20 +218,21 @@ def test_weights_are_refused_while_the_engine_schedules(control: VllmEngine) -> 
 def test_a_request_frozen_by_a_sync_goes_on_under_the_new_weights(
     sync: WeightSync, trainer: HfTrainer, control: VllmEngine, engine: EngineServer, run_key: str
 ) -> None:
-    again = make_sync(trainer, control, first_version=7)  # a label no other test leaves behind
     sampling = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
-    request = GenerateRequest(request_id="long", token_ids=tuple(PROMPTS[1]), sampling=sampling)
-    trainer.perturb(6)
 
-    async def run() -> list[set[int]]:
+    async def run(version: int) -> list[set[int]]:
+        again = make_sync(trainer, control, first_version=version)
+        request = GenerateRequest(request_id=f"long-{version}", token_ids=tuple(PROMPTS[1]), sampling=sampling)
+        trainer.perturb(version)
         client = RouterClient(engine.url, [engine.url], run_key)
         before = control.stats().sampled_tokens
         task = asyncio.create_task(client.generate(request))
-        while (await asyncio.to_thread(control.stats)).sampled_tokens == before:
-            assert not task.done()
+        while not task.done() and (await asyncio.to_thread(control.stats)).sampled_tokens == before:
+            pass
         await asyncio.to_thread(again.publish)
         completions = await task
         await client.aclose()
+        again.close()
         assert all(len(c.token_ids) == 400 for c in completions)
         assert all(c.weight_versions[0].start == 0 and c.weight_versions[-1].end == 400 for c in completions)
         for completion in completions:
@@ -241,7 +242,9 @@ def test_a_request_frozen_by_a_sync_goes_on_under_the_new_weights(
             assert np.abs(np.array(completion.log_probs) - score)[last:].max() < 1e-5
         return [{span.version for span in c.weight_versions} for c in completions]
 
-    assert all(7 in versions and len(versions) == 2 for versions in asyncio.run(run()))
+    # Labels no other test leaves behind; several, for the last token may come before the sync does.
+    versions = next(v for v in map(asyncio.run, map(run, range(7, 27))) if all(len(spans) == 2 for spans in v))
+    assert len(set().union(*versions)) == 2 and max(versions[0]) >= 7
 
 
 def without(missing: str) -> Callable[[Iterator[Named]], Iterator[Named]]:

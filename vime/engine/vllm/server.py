@@ -202,9 +202,11 @@ class EngineServer:
         next_report = begin
         with local_client(self._key) as http:
             while (now := time.monotonic()) - begin < timeout_s:
-                if self._lost_its_port():
-                    self._launch()
-                self.check_alive()
+                if not self.is_alive():
+                    if self._lost_its_port():
+                        self._launch()
+                    else:
+                        self.check_alive()
                 try:
                     # /health needs no key, and another run's engine on our port would answer it for ours.
                     if all(http.get(f"{self.url}{path}").status_code == 200 for path in ("/health", "/version")):
@@ -221,9 +223,9 @@ class EngineServer:
         )
 
     def _lost_its_port(self) -> bool:
+        """Of a process that has ended: whether it may be started again on another port."""
         return (
-            not self.is_alive()
-            and not self._wanted_port
+            not self._wanted_port
             and 0 < self._num_starts < PORT_TRIES
             and says_address_in_use(self.log_path, self._log_begin)
         )
