@@ -1,5 +1,8 @@
 """The packing plan: every sample once, limits kept, ranks alike, deterministic."""
 
+import math
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +27,7 @@ def plan_inputs(draw):
     max_tokens = draw(st.integers(4, 60))
     lengths = draw(st.lists(st.integers(1, max_tokens), min_size=len(ids), max_size=len(ids)))
     by_tokens = draw(st.booleans())
+    quadratic = draw(st.floats(0, 1))
     return dict(
         lengths=lengths,
         trajectory_ids=ids,
@@ -31,6 +35,9 @@ def plan_inputs(draw):
         dp_size=dp_size,
         max_tokens=max_tokens if by_tokens else None,
         micro_batch_size=draw(st.integers(1, 4)),
+        costs=draw(st.sampled_from([None, [n + quadratic * n * n for n in lengths]])),
+        multiple=draw(st.integers(1, 4)),
+        lockstep=draw(st.booleans()),
     )
 
 
@@ -46,6 +53,7 @@ def test_every_plan_is_sound(inputs):
         assert {ids[i] for i in flatten(step)} == set(chosen), "a step takes the next trajectories with their siblings"
         assert len(step) == inputs["dp_size"]
         assert len({len(rank) for rank in step}) == 1, "every rank has the same number of micro-batches"
+        assert len(step[0]) % inputs["multiple"] == 0
         for rank in step:
             for micro in rank:
                 assert list(micro) == sorted(micro)
@@ -64,13 +72,110 @@ def test_every_plan_is_sound(inputs):
 def test_order_of_equal_work_does_not_change_the_loads(inputs, random):
     inputs["trajectory_ids"] = list(range(len(inputs["lengths"])))
     inputs["global_batch_size"] = len(inputs["lengths"])
-    shuffled = inputs | {"lengths": random.sample(inputs["lengths"], len(inputs["lengths"]))}
+    order = random.sample(range(len(inputs["lengths"])), len(inputs["lengths"]))
+    shuffled = inputs | {"lengths": [inputs["lengths"][i] for i in order]}
+    if inputs["costs"] is not None:
+        shuffled["costs"] = [inputs["costs"][i] for i in order]
 
     def loads(given):
         (step,) = plan_steps(**given)
         return [[sum(given["lengths"][i] for i in micro) for micro in rank] for rank in step]
 
     assert loads(inputs) == loads(shuffled)
+
+
+@given(plan_inputs())
+def test_a_step_without_lockstep_is_no_worse_balanced_over_its_ranks(inputs):
+    costs = inputs["costs"] or inputs["lengths"]
+
+    def most(**how):
+        return [max(sum(costs[i] for m in rank for i in m) for rank in s) for s in plan_steps(**(inputs | how))]
+
+    assert all(a <= b * 1.0001 for a, b in zip(most(lockstep=False), most(lockstep=True), strict=True))
+
+
+def lognormal_lengths(count, seed=0):
+    """Median 1,000, sigma 0.8, at most 8,192."""
+    draw = random.Random(seed)
+    return [min(8192, round(draw.lognormvariate(math.log(1000), 0.8))) for _ in range(count)]
+
+
+def forward_costs(lengths, *, hidden, layers, heads, kv_heads, ffn, vocab=151_936, active=1, experts=0):
+    """FLOPs of a decoder with heads of 128; `active` experts of width `ffn` per token, and their router."""
+    weights = hidden * 128 * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn * active + hidden * experts
+    linear, quadratic = 2 * (layers * weights + hidden * vocab), 2 * layers * heads * 128
+    return [linear * n + quadratic * n * (n + 1) for n in lengths]
+
+
+SHAPES = {
+    "Qwen3-0.6B": dict(hidden=1024, layers=28, heads=16, kv_heads=8, ffn=3072),
+    "Qwen3-30B-A3B": dict(hidden=2048, layers=48, heads=32, kv_heads=4, ffn=768, active=8, experts=128),
+}
+
+
+def imbalance(step, costs):
+    """(over the step, row by row): what the ranks wait for the slowest of them, as a share of the mean rank's work."""
+    table = [[sum(costs[i] for i in micro) for micro in rank] for rank in step]
+    mean = sum(map(sum, table)) / len(table)
+    return max(map(sum, table)) / mean - 1, sum(map(max, zip(*table, strict=True))) / mean - 1
+
+
+# (over the step; row by row in lockstep) in percent, of one step of 512 samples over 8 ranks.
+@pytest.mark.parametrize(
+    ("shape", "max_tokens", "multiple", "whole", "rows"),
+    [
+        ("Qwen3-0.6B", 8192, 1, 0.06, 1.9),
+        ("Qwen3-0.6B", 8192, 4, 0.06, 2.4),
+        ("Qwen3-0.6B", 16384, 1, 0.02, 0.07),
+        ("Qwen3-30B-A3B", 8192, 1, 0.1, 1.2),
+        ("Qwen3-30B-A3B", 8192, 4, 0.1, 1.8),
+        ("Qwen3-30B-A3B", 16384, 1, 0.02, 0.07),
+    ],
+)
+def test_imbalance_of_lognormal_lengths_is_small(shape, max_tokens, multiple, whole, rows):
+    lengths = lognormal_lengths(512)
+    costs = forward_costs(lengths, **SHAPES[shape])
+
+    def plan(lockstep):
+        (step,) = plan_steps(
+            lengths,
+            range(512),
+            global_batch_size=512,
+            dp_size=8,
+            max_tokens=max_tokens,
+            costs=costs,
+            multiple=multiple,
+            lockstep=lockstep,
+        )
+        return imbalance(step, costs)
+
+    assert 100 * plan(lockstep=False)[0] < whole
+    both = plan(lockstep=True)
+    assert 100 * both[0] <= 100 * both[1] < rows
+    by_tokens = plan_steps(lengths, range(512), global_batch_size=512, dp_size=8, max_tokens=max_tokens)
+    assert 100 * imbalance(by_tokens[0], costs)[0] > whole, "tokens alone balance worse"
+
+
+def test_small_steps_of_lognormal_lengths_are_even_over_their_ranks():
+    lengths = lognormal_lengths(512)
+    costs = forward_costs(lengths, **SHAPES["Qwen3-0.6B"])
+    plan = plan_steps(lengths, range(512), global_batch_size=128, dp_size=8, max_tokens=8192, costs=costs)
+    assert max(100 * imbalance(step, costs)[0] for step in plan) < 0.15
+
+
+def test_costs_that_are_no_numbers_are_errors():
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="sample 1 has the cost"):
+            plan_steps([5, 5], range(2), global_batch_size=2, dp_size=1, costs=[1.0, bad])
+    with pytest.raises(ValueError, match="2 lengths for 2 trajectory ids and 1 costs"):
+        plan_steps([5, 5], range(2), global_batch_size=2, dp_size=1, costs=[1.0])
+
+
+def test_virtual_stages_get_a_multiple_and_empty_micro_batches_only_where_samples_run_out():
+    (step,) = plan_steps([5] * 6, range(6), global_batch_size=6, dp_size=1, max_tokens=10, multiple=2)
+    assert [len(micro) for micro in step[0]] == [2, 2, 1, 1]
+    (step,) = plan_steps([5] * 3, range(3), global_batch_size=3, dp_size=1, max_tokens=10, multiple=4)
+    assert [len(micro) for micro in step[0]] == [1, 1, 1, 0]
 
 
 def test_ranks_are_balanced_by_tokens():
@@ -124,3 +229,10 @@ def test_ten_thousand_samples_are_spread_evenly():
     loads = [sum(lengths[i] for micro in rank for i in micro) for rank in step]
     assert max(loads) - min(loads) < 0.001 * max(loads)
     assert len(step[0]) * 8 <= 1.02 * sum(lengths) / 8192 + 8
+
+
+def test_ten_thousand_samples_of_unequal_cost_take_seconds_at_most():
+    lengths = lognormal_lengths(10_000)
+    costs = forward_costs(lengths, **SHAPES["Qwen3-0.6B"])
+    (step,) = plan_steps(lengths, range(10_000), global_batch_size=10_000, dp_size=64, max_tokens=8192, costs=costs)
+    assert 100 * imbalance(step, costs)[0] < 0.15

@@ -10,9 +10,24 @@ import numpy as np
 import pytest
 
 from vime.config import AlgoConfig, TrainConfig
+from vime.config.parallel import ParallelSizes
 from vime.errors import ConfigError, DataError
 from vime.loop.batch import make_train_batch
+from vime.models import family_of
 from vime.types import Group, Sample, SampleStatus
+
+HF = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 10,
+    "hidden_size": 4,
+    "intermediate_size": 5,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 2,
+    "max_position_embeddings": 64,
+}
+MODEL = family_of(HF).settings(HF)
 
 
 def sample(group_id, sample_id, reward, *, prompt=(1, 2), response=(3, 4), trajectory_id=None, **kw):
@@ -147,10 +162,22 @@ def test_a_token_budget_splits_the_step():
     train = TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=8)
     batch, _ = make(two_groups(), train=train)
     assert all(sum(batch.lengths[i] for i in micro) <= 8 for micro in batch.steps[0][0])
-    shared, _ = make(two_groups(), train=train, cp_size=2)  # each of two context-parallel ranks has half the tokens
+    # Each of two context-parallel ranks has half the tokens.
+    shared, _ = make(two_groups(), train=train, sizes=ParallelSizes(context=2))
     assert len(shared.steps[0][0]) == 1 < len(batch.steps[0][0])
     with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
         make(two_groups(), train=replace(train, max_tokens_per_gpu=None))
+
+
+def test_ranks_are_balanced_by_the_models_operations():
+    model = replace(MODEL, transformer={**MODEL.transformer, "kv_channels": 4096})  # attention is most of it
+    lengths = [40, 20, 20, 20, 20, 20]  # 40 tokens are twice 20 tokens, but about three times their operations
+    groups = [Group(0, [sample(0, i, float(i), response=(3,) * (n - 2)) for i, n in enumerate(lengths)])]
+    train = TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=200)
+    by_tokens, _ = make(groups, train=train, dp_size=2, global_batch_size=6)
+    by_flops, _ = make(groups, train=train, dp_size=2, global_batch_size=6, model=model)
+    assert sorted(len(rank[0]) for rank in by_tokens.steps[0]) == [3, 3]
+    assert sorted(len(rank[0]) for rank in by_flops.steps[0]) == [2, 4]
 
 
 def test_long_responses_are_no_more_work_in_python_than_short_ones():

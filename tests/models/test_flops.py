@@ -1,5 +1,5 @@
 from vime.models import family_of
-from vime.models.flops import forward_flops
+from vime.models.flops import forward_flops, sample_flops
 
 HF = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -24,6 +24,13 @@ def test_operations_are_those_counted_by_hand():
     # Sequences of 3 and 2: 6 + 3 attended pairs, each 4 multiply-adds for its score and 4 for its value.
     layer = 5 * 108 + 9 * 8
     assert forward_flops(model, [3, 2], num_logits=4) == 2 * (3 * layer + 4 * 4 * 10)
+
+
+def test_samples_cost_together_what_their_batch_costs():
+    model = family_of(HF).settings(HF)
+    each = sample_flops(model, [3, 2], [2, 1])
+    assert each == [forward_flops(model, [3], 2), forward_flops(model, [2], 1)]
+    assert sum(each) == forward_flops(model, [3, 2], 3)
 
 
 def test_torch_counts_the_same_in_a_transformers_model():

@@ -10,10 +10,13 @@ import numpy.typing as npt
 from vime.algo.advantages import ESTIMATORS, STD_EPS
 from vime.algo.reduce import token_loss_weights, token_mean_weights
 from vime.config import AlgoConfig, TrainConfig
+from vime.config.parallel import ParallelSizes
 from vime.data.packing import plan_steps
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.columns import sample_columns, sample_name
+from vime.models import ModelSettings
+from vime.models.flops import sample_flops
 from vime.types import PG_WEIGHTS, Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
 
 
@@ -26,7 +29,8 @@ def make_train_batch(
     dp_size: int,
     reward_key: str | None,
     global_batch_size: int,
-    cp_size: int = 1,
+    sizes: ParallelSizes = ParallelSizes(),  # noqa: B008 - frozen
+    model: ModelSettings | None = None,
     hooks: BatchHooks | None = None,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
@@ -39,7 +43,9 @@ def make_train_batch(
         dp_size: data-parallel ranks.
         reward_key: the entry of a dict reward to train on.
         global_batch_size: trajectories per optimizer step, the constant the loss is averaged over.
-        cp_size: context-parallel ranks; they share a micro-batch's tokens, so it may have that many times more.
+        sizes: of the parallel dimensions. Context-parallel ranks share a micro-batch's tokens, so it may have that
+            many times more.
+        model: whose FLOPs balance the ranks; None: tokens do.
         hooks: the run's own functions for columns, rewards and reduction.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
@@ -63,8 +69,17 @@ def make_train_batch(
     cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     group_ids, trajectory_ids = columns["group_ids"], columns["trajectory_ids"]
 
+    costs = None
+    if model is not None:
+        costs = sample_flops(model, lengths.tolist(), np.add.reduceat(mask, cu_seqlens[:-1], dtype=np.int64).tolist())
     steps = _plan(
-        lengths, trajectory_ids, global_batch_size=global_batch_size, dp_size=dp_size, cp_size=cp_size, train=train
+        lengths,
+        trajectory_ids,
+        costs,
+        global_batch_size=global_batch_size,
+        dp_size=dp_size,
+        sizes=sizes,
+        train=train,
     )
     if is_policy:
         names = [sample_name(s) for s in samples] if converted is None else [f"row {i}" for i in range(len(lengths))]
@@ -148,10 +163,11 @@ def _advantages(
 def _plan(
     lengths: npt.NDArray[np.int64],
     trajectory_ids: npt.NDArray[np.int64],
+    costs: Sequence[float] | None,
     *,
     global_batch_size: int,
     dp_size: int,
-    cp_size: int,
+    sizes: ParallelSizes,
     train: TrainConfig,
 ) -> tuple[StepPlan, ...]:
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
@@ -162,8 +178,9 @@ def _plan(
         trajectory_ids.tolist(),
         global_batch_size=global_batch_size,
         dp_size=dp_size,
-        max_tokens=None if limit is None else limit * cp_size,
+        max_tokens=None if limit is None else limit * sizes.context,
         micro_batch_size=train.micro_batch_size,
+        costs=costs,
     )
 
 

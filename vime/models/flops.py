@@ -6,7 +6,7 @@ an implementation computes twice. Norms, activations, softmax and the embedding'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vime.models.settings import ModelSettings
 
@@ -28,3 +28,11 @@ def forward_flops(model: ModelSettings, lengths: Iterable[int], num_logits: int)
         pairs += length * (length + 1) // 2  # each token attends to itself and those before it
     per_layer = 2.0 * tokens * weights + 4.0 * pairs * q_width  # scores and their product with the values
     return float(layers * per_layer + 2.0 * num_logits * hidden * model.vocab_size)
+
+
+def sample_flops(model: ModelSettings, lengths: Sequence[int], num_logits: Sequence[int]) -> list[float]:
+    """[B] operations of each sample's forward pass, by `forward_flops`: what the packing plan balances.
+
+    Args: lengths: [B] tokens. num_logits: [B] positions of each whose logits are computed.
+    """
+    return [forward_flops(model, (length,), n) for length, n in zip(lengths, num_logits, strict=True)]

@@ -20,6 +20,7 @@ from vime.config import Config, modes
 from vime.config.dtype import run_dtype
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
+from vime.config.parallel import parallel_sizes
 from vime.engine.vllm.client import RouterClient
 from vime.errors import EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
@@ -32,6 +33,7 @@ from vime.loop.keeper import CheckpointKeeper
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
+from vime.models import family_of
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
 from vime.observability.writers import MetricWriter
@@ -247,6 +249,7 @@ def _build_stages(
         stack.callback(sync.close)
 
     hooks = BatchHooks.load(context)
+    model = family_of(plan.hf_config).settings(plan.hf_config)
 
     def make_batch(rollout_id: int, groups: list[Group]) -> tuple[TrainBatch, Metrics]:
         return make_train_batch(
@@ -255,7 +258,8 @@ def _build_stages(
             algo=config.algo,
             train=config.train,
             dp_size=sizes.data_parallel_size(config, len(plan.layout.trainer_devices)),
-            cp_size=sizes.context_parallel_size(config),
+            sizes=parallel_sizes(config.megatron),
+            model=model,
             reward_key=config.reward.reward_key,
             global_batch_size=sizes.global_batch_size(config),
             hooks=hooks,

@@ -51,11 +51,6 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     return parallel_sizes(config.megatron).data(world_size)
 
 
-def context_parallel_size(config: Config) -> int:
-    """Training ranks that share each sequence."""
-    return parallel_sizes(config.megatron).context
-
-
 def number_of_rollouts(config: Config, epoch_size: int | None) -> int:
     """--num-rollout, or what --num-epoch makes of the prompts.
 

@@ -15,8 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from vime.data.packing import plan_steps
+from vime.models import ModelSettings
+from vime.models.flops import sample_flops
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.packing import Layout, MicroBatch, pack
+from vime.types import StepPlan, TrainBatch
 
 # Megatron's schedules want a loss, and a token count to divide gradients by; ours are not divided.
 ZERO_TOKENS = torch.tensor(0, dtype=torch.int)
@@ -69,14 +72,18 @@ def share(
     return np.where(wanted, out, NOT_A_NUMBER)
 
 
-def repack(
-    micro_batches: Sequence[tuple[int, ...]], lengths: npt.NDArray[np.int64], max_tokens: int
-) -> list[tuple[int, ...]]:
-    """The same samples in micro-batches of another size: without gradients, more tokens fit."""
-    samples = [i for micro in micro_batches for i in micro]
-    sizes = [int(lengths[i]) for i in samples]
-    plans = plan_steps(sizes, samples, global_batch_size=len(samples), dp_size=1, max_tokens=max_tokens)
-    return [tuple(samples[j] for j in micro) for micro in plans[0][0]]
+def repack(batch: TrainBatch, model: ModelSettings, *, dp_size: int, max_tokens: int) -> StepPlan:
+    """All samples of a batch in micro-batches of another size: without gradients, more tokens fit.
+
+    Returns: [dp_rank][micro_batch] -> samples, as many micro-batches on each rank.
+    """
+    lengths = batch.lengths.tolist()
+    costs = sample_flops(model, lengths, [length - 1 for length in lengths])
+    everything = range(len(lengths))
+    (plan,) = plan_steps(
+        lengths, everything, global_batch_size=len(lengths), dp_size=dp_size, max_tokens=max_tokens, costs=costs
+    )
+    return plan
 
 
 @torch.no_grad()

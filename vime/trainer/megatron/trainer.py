@@ -176,9 +176,12 @@ class MegatronTrainer:
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
         self._hooks.before_log_probs(model, store_prefix)
-        mine: list[tuple[int, ...]] = [m for step in batch.steps for m in step[parallel.dp_rank()] if m]
+        rank = parallel.dp_rank()
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
-            mine = forward.repack(mine, batch.lengths, limit * parallel.cp_size())
+            max_tokens = limit * parallel.cp_size()
+            mine = forward.repack(batch, self._model, dp_size=parallel.dp_size(), max_tokens=max_tokens)[rank]
+        else:
+            mine = tuple(micro for step in batch.steps for micro in step[rank])
         return forward.shared_log_probs(
             model,
             batch.tokens,
