@@ -12,6 +12,7 @@ from vime.errors import ConfigError
 COMMANDS = {
     "eval": ("vime.cli.evaluate", "evaluate an HF checkpoint on held-out sets, with engines alone"),
     "config": ("vime.cli.show_config", "print the resolved configuration and where each value comes from"),
+    "plan": ("vime.cli.plan", "estimate the memory of each training device, part by part, without devices"),
     "init-model": ("vime.cli.init_model", "make a tiny random HF checkpoint with tokenizer and chat template"),
     "engine": ("vime.cli.engine", "serve a checkpoint for runs that use it by address"),
     "doctor": ("vime.cli.doctor", "say what this machine lacks, and how to get it"),

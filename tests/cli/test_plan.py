@@ -1,0 +1,106 @@
+"""`vime plan`: a configuration's memory without devices, and its exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime.cli.main import main
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"hf-checkpoint: {model.parent}\nactor-num-gpus-per-node: 8\ntensor-model-parallel-size: 2\n"
+        "sequence-parallel: true\npipeline-model-parallel-size: 2\nuse-dynamic-batch-size: true\n"
+        "max-tokens-per-gpu: 16384\ncolocate: true\nvllm-gpu-memory-utilization: 0.4\n"
+    )
+    return path
+
+
+def as_json(capsys, *argv: str) -> tuple[int, dict]:
+    code = main(["plan", "--json", *argv])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_configuration_that_fits_ends_with_0_and_one_that_does_not_with_1(capsys, recipe):
+    assert main(["plan", "--config", str(recipe), "--device-memory-gib", "140"]) == 0
+    out = capsys.readouterr().out
+    assert "4,022,468,096 parameters, bfloat16; 8 training ranks: TP 2 x PP 2 x DP 2" in out
+    assert "optimizer state" in out and "\nfits: " in out
+    assert main(["plan", "--config", str(recipe), "--device-memory-gib", "24"]) == 1
+    assert "does not fit: a device of pipeline rank 0 needs" in capsys.readouterr().out
+
+
+def test_json_has_every_part_of_every_stage(capsys, recipe):
+    code, got = as_json(capsys, "--config", str(recipe), "--device-memory-gib", "140")
+    assert code == 0 and got["problems"] == [] and len(got["devices"]) == 2
+    for device in got["devices"]:
+        assert device["total_bytes"] == sum(device["parts_bytes"].values())
+        assert device["parts_bytes"]["engine"] == round(0.4 * 140 * 2**30)
+    assert got["training"]["tokens"] == 16384 and got["division"]["data"] == 2
+
+
+def test_flags_win_over_the_file_and_a_config_json_is_a_model(capsys, recipe, model):
+    _, got = as_json(capsys, "--config", str(recipe), "--hf-checkpoint", str(model), "--no-colocate", "--bf16")
+    assert got["devices"][0]["parts_bytes"]["engine"] == 0
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    _, less = as_json(capsys, "--config", str(recipe), "--no-colocate", *recompute)
+    assert less["devices"][0]["moments_bytes"]["activations"] < got["devices"][0]["moments_bytes"]["activations"] / 3
+
+
+def test_without_a_token_limit_the_longest_sample_counts(capsys, model):
+    _, got = as_json(capsys, "--hf-checkpoint", str(model), "--rollout-max-context-len", "3000", "--micro-batch-size=2")
+    assert got["training"]["tokens"] == 6000
+
+
+def test_an_engine_that_has_no_room_for_a_sequence_does_not_fit(capsys, recipe):
+    code, got = as_json(
+        capsys, "--config", str(recipe), "--device-memory-gib", "140", "--vllm-gpu-memory-utilization", "0.08"
+    )
+    assert code == 1 and "an engine's share of 0.08 leaves a KV cache of" in got["problems"][0]
+
+
+def test_host_memory_is_compared_where_it_is_stated(capsys, recipe):
+    code, got = as_json(capsys, "--config", str(recipe), "--device-memory-gib", "140", "--host-memory-gib", "8")
+    assert code == 1 and "a training node needs" in got["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--hf-checkpoint is required"),
+        (("--hf-checkpoint", "{model}", "--tensor-model-parallel-size", "3"), "does not divide"),
+        (("--hf-checkpoint", "{model}", "--colocate"), "--device-memory-gib is required with --colocate"),
+        (("--hf-checkpoint", "{model}", "--tensor-model-paralel-size", "2"), "tensor-model-parallel-size"),
+        (("--hf-checkpoint", "{model}", "--fp16"), "--fp16 is True"),
+    ],
+)
+def test_wrong_settings_end_with_2(capsys, model, words, message):
+    assert main(["plan", *(w.format(model=model) for w in words)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The estimate of a device's memory: closed forms, what each setting changes, and two measured steps."""
+
+import dataclasses
+
+import pytest
+
+from tests.models.shapes import GLM_45_AIR, QWEN3_06B, QWEN3_8B, QWEN3_30B, QWEN3_30B_6_LAYERS
+from vime.models.activations import Recompute, layer_numbers, stage_numbers, stages_in_flight
+from vime.models.division import Division, model_parameters
+from vime.models.memory import GIB, Engine, Training, engine_cache_tokens, estimate
+
+FULL = Recompute(granularity="full", method="uniform")
+
+
+def parts(model, division=None, engine=None, **training):
+    return estimate(model, division or Division(), Training(**training), engine)[0].parts
+
+
+@pytest.mark.parametrize(("dtype", "bytes_a_parameter"), [("bfloat16", (2, 4, 12)), ("float32", (4, 4, 8))])
+def test_weights_gradients_and_state_of_one_rank(dtype, bytes_a_parameter):
+    got = parts(QWEN3_06B, dtype=dtype)
+    n = model_parameters(QWEN3_06B)
+    assert (got["weights"], got["gradients"], got["optimizer state"]) == tuple(n * b for b in bytes_a_parameter)
+    assert parts(QWEN3_06B, has_reference=True)["reference weights"] == 2 * n
+
+
+def test_optimizer_state_is_shared_by_the_ranks_with_the_same_parameters():
+    n = model_parameters(QWEN3_8B)
+    assert parts(QWEN3_8B, Division(data=4, context=2))["optimizer state"] == round(12 * n / 8)
+    assert parts(QWEN3_8B, Division(data=8), use_distributed_optimizer=False)["optimizer state"] == 12 * n
+
+
+def test_a_107b_model_on_eight_devices_needs_its_optimizer_on_the_host():
+    division = Division(tensor=4, data=2, sequence_parallel=True, expert=8, expert_tensor=1)
+    whole = estimate(GLM_45_AIR, division, Training(recompute=FULL))[0]
+    host = estimate(GLM_45_AIR, division, Training(recompute=FULL, optimizer_offload_fraction=1.0))[0]
+    assert whole.total > 200 * GIB and whole.host_bytes < 8 * GIB
+    assert host.parts["optimizer state"] == 0
+    assert host.parts["weights"] + host.parts["gradients"] == pytest.approx(641e9 / 8, rel=0.07)  # norms, TP 4 of dense
+    state = whole.parts["optimizer state"]
+    assert host.host_bytes - whole.host_bytes == pytest.approx(state * 16 / 12, rel=1e-6)  # and a gradient each
+
+
+@pytest.mark.parametrize(
+    ("model", "measured_gib"),
+    # 16 x 1,280 packed tokens, no recomputation, one H200: reference layers that keep more than ours (keys and values
+    # repeated for each query head, whole float32 logits, experts stacked at each call).
+    [(QWEN3_06B, 58), (QWEN3_30B_6_LAYERS, 117)],
+)
+def test_a_step_takes_less_than_measured_with_layers_that_keep_more(model, measured_gib):
+    total = estimate(model, Division(), Training(tokens=20_480))[0].total
+    assert 0.6 * measured_gib * GIB < total < measured_gib * GIB
+
+
+def test_recomputation_keeps_less_the_more_it_repeats():
+    layers = range(28)
+
+    def kept(**recompute):
+        return stage_numbers(QWEN3_06B, Division(), layers, Recompute(**recompute))
+
+    none = kept()
+    assert kept(granularity="full", method="uniform") == 28 * 1024
+    assert kept(granularity="full", method="uniform", num_layers=4) == 7 * 1024
+    assert kept(granularity="full", method="block", num_layers=28) == 28 * 1024
+    block = kept(granularity="full", method="block", num_layers=7)
+    assert block == pytest.approx(7 * 1024 + none * 21 / 28)
+    norms, mlp = (kept(granularity="selective", modules=[m]) for m in ("layernorm", "mlp"))
+    assert none - norms == 28 * 2 * 1024 and none - mlp == 28 * 3 * 3072
+
+
+def test_experts_keep_every_routed_token():
+    none = layer_numbers(QWEN3_30B, Division(), 0, Recompute())
+    act = layer_numbers(QWEN3_30B, Division(), 0, Recompute(granularity="selective", modules=["moe_act"]))
+    moe = layer_numbers(QWEN3_30B, Division(), 0, Recompute(granularity="selective", modules=["moe"]))
+    assert none - act == 8 * 768
+    assert none - moe == 8 * (2048 + 3 * 768) + 4 * 128
+    shared = Recompute(granularity="selective", modules=["shared_experts"])
+    glm = layer_numbers(GLM_45_AIR, Division(), 1, Recompute())
+    assert glm - layer_numbers(GLM_45_AIR, Division(), 1, shared) == 3 * 1408
+
+
+def test_tensor_parallel_ranks_share_activations_and_sequence_parallel_the_rest():
+    one, tp = (layer_numbers(QWEN3_8B, Division(tensor=n), 0, Recompute()) for n in (1, 4))
+    sp = layer_numbers(QWEN3_8B, Division(tensor=4, sequence_parallel=True), 0, Recompute())
+    assert sp == one / 4 and sp < tp < one
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "rank", "micro_batches", "alive"),
+    [
+        (1, 1, 0, None, 1),
+        (4, 1, 0, None, 4),
+        (4, 1, 3, None, 1),
+        (4, 1, 0, 2, 2),
+        (2, 2, 0, None, 5),
+        (2, 2, 1, None, 3),
+        (2, 2, 0, 2, 4),
+    ],
+)
+def test_stages_in_flight(pipeline, virtual, rank, micro_batches, alive):
+    assert stages_in_flight(Division(pipeline=pipeline, virtual=virtual), rank, micro_batches) == alive
+
+
+def test_the_last_stage_has_the_head_and_the_first_the_embedding():
+    first, middle, last = estimate(QWEN3_8B, Division(pipeline=3), Training())
+    vocabulary = 2 * 151_936 * 4096
+    assert first.parts["weights"] - middle.parts["weights"] == vocabulary
+    assert last.parts["weights"] - middle.parts["weights"] == vocabulary + 2 * 4096
+    assert last.moments["forward alone"] > first.moments["forward alone"]
+
+
+def test_the_total_is_the_sum_with_the_largest_moment():
+    got = estimate(QWEN3_06B, Division(data=2), Training(tokens=512))[0]
+    assert got.total == sum(got.parts.values())
+    assert got.parts["working memory"] == max(got.moments.values())
+
+
+def test_an_engine_takes_its_share_and_keeps_what_its_weights_leave():
+    engine = Engine(device_bytes=80 * GIB, utilization=0.5, max_model_len=4096)
+    assert parts(QWEN3_8B, engine=engine)["engine"] == 40 * GIB
+    a_token = 2 * 36 * 8 * 128 * 2
+    tokens = engine_cache_tokens(QWEN3_8B, engine, "bfloat16")
+    assert tokens == int((37 * GIB - 2 * model_parameters(QWEN3_8B)) / a_token)
+    small = dataclasses.replace(engine, utilization=0.2)
+    assert engine_cache_tokens(QWEN3_8B, small, "bfloat16") < 0

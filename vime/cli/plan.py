@@ -1,0 +1,254 @@
+"""`vime plan`: what a configuration takes of each training device's memory, before any device is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vime.cli.parse import Catalogue, parse
+from vime.cli.resolve import build_config
+from vime.config import Config
+from vime.config.dtype import run_dtype
+from vime.config.hf import read_model_config
+from vime.config.modes import generates
+from vime.config.parallel import parallel_sizes
+from vime.config.validate import refuse_what_the_trainer_cannot_do
+from vime.config.validate_cluster import training_ranks
+from vime.errors import ConfigError
+from vime.models import ModelSettings, family_of
+from vime.models.activations import Recompute
+from vime.models.division import Division, model_parameters
+from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, estimate
+
+_UTILIZATION = 0.92  # vLLM's own default
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A configuration's memory."""
+
+    model: ModelSettings
+    division: Division
+    training: Training
+    devices: tuple[DeviceMemory, ...]
+    """One of each pipeline rank."""
+    engine: Engine | None
+    """None without engines, or where the devices' memory is not stated."""
+    colocated: bool
+    ranks_per_node: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that a training node's ranks take; engines are not in it."""
+        return self.ranks_per_node * max(d.host_bytes for d in self.devices)
+
+    def problems(self, device_bytes: int | None, host_bytes: int | None = None) -> list[str]:
+        """What does not fit, in sentences."""
+        found = []
+        fullest = max(self.devices, key=lambda d: d.total)
+        if device_bytes is not None and fullest.total > device_bytes:
+            found.append(
+                f"a device of pipeline rank {fullest.pipeline_rank} needs {_gib(fullest.total)} GiB, "
+                f"{_gib(fullest.total - device_bytes)} GiB more than it has"
+            )
+        if host_bytes is not None and self.host_bytes > host_bytes:
+            found.append(
+                f"a training node needs {_gib(self.host_bytes)} GiB of host memory, but has {_gib(host_bytes)} GiB"
+            )
+        if self.engine is not None:
+            tokens = engine_cache_tokens(self.model, self.engine, self.training.dtype)
+            if tokens < self.engine.max_model_len:
+                found.append(
+                    f"an engine's share of {self.engine.utilization:g} leaves a KV cache of {max(tokens, 0)} tokens, "
+                    f"but a sequence may have {self.engine.max_model_len}"
+                )
+        return found
+
+
+def run(argv: Sequence[str]) -> int:
+    """`vime plan [--device-memory-gib G] [settings]`. Returns: 0 fits or nothing to compare with, 1 does not fit."""
+    own, words = _own_arguments(argv)
+    device = round(own.device_memory_gib * GIB) if own.device_memory_gib is not None else None
+    host = round(own.host_memory_gib * GIB) if own.host_memory_gib is not None else None
+    config, model, dtype = _read(words)
+    plan = make_plan(config, model, dtype, device_bytes=device)
+    problems = plan.problems(device, host)
+    print(_as_json(plan, problems) if own.json else "\n".join(_table(plan, device)))
+    if not own.json and device is not None:
+        for problem in problems:
+            print(f"does not fit: {problem}")
+        if not problems:
+            print(f"fits: {_gib(device - max(d.total for d in plan.devices))} GiB are left on the fullest device")
+    return 1 if problems else 0
+
+
+def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes: int | None) -> Plan:
+    """The memory of a configuration.
+
+    Args:
+        dtype: of training and serving.
+        device_bytes: memory of one device; without it an engine's share of a device is not known.
+    Raises: ConfigError if the ranks do not divide the model, or engines share devices of unknown memory.
+    """
+    world = training_ranks(config)
+    if problems := list(parallel_sizes(config.megatron).problems(world, model.transformer)):
+        raise ConfigError(problems)
+    colocated = config.cluster.colocate
+    if device_bytes is None and colocated and generates(config):
+        raise ConfigError("--device-memory-gib is required with --colocate: engines take a share of it")
+    division, training = division_of(config, model, world), training_of(config, model, dtype)
+    engine = None
+    if device_bytes is not None and generates(config) and not config.cluster.rollout_external_engine_addrs:
+        engine = Engine(
+            device_bytes=device_bytes,
+            utilization=config.vllm.get("gpu_memory_utilization", _UTILIZATION),
+            tensor=config.cluster.rollout_num_gpus_per_engine,
+            max_model_len=config.rollout.rollout_max_context_len or model.max_position_embeddings,
+        )
+    devices = estimate(model, division, training, engine if colocated else None)
+    ranks_per_node = config.cluster.actor_num_gpus_per_node
+    return Plan(model, division, training, tuple(devices), engine, colocated, ranks_per_node)
+
+
+def division_of(config: Config, model: ModelSettings, world_size: int) -> Division:
+    """How Megatron's flags divide the model over `world_size` ranks."""
+    sizes, megatron = parallel_sizes(config.megatron), config.megatron
+    return Division(
+        tensor=sizes.tensor,
+        pipeline=sizes.pipeline,
+        context=sizes.context,
+        data=world_size // sizes.model,
+        sequence_parallel=sizes.sequence_parallel,
+        virtual=megatron.get("virtual_pipeline_model_parallel_size") or 1,
+        expert=megatron.get("expert_model_parallel_size") or 1,
+        expert_tensor=megatron.get("expert_tensor_parallel_size"),
+    )
+
+
+def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
+    """What a step of this configuration looks like."""
+    train, megatron = config.train, config.megatron
+    length = config.rollout.rollout_max_context_len or model.max_position_embeddings
+    context = parallel_sizes(megatron).context
+    tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size else None
+    full = megatron.get("recompute_granularity") == "full"
+    return Training(
+        dtype=dtype,
+        tokens=tokens if tokens is not None else -(-train.micro_batch_size * length // context),
+        forward_tokens=train.log_probs_max_tokens_per_gpu,
+        recompute=Recompute(
+            granularity=megatron.get("recompute_granularity"),
+            method=megatron.get("recompute_method") if full else None,
+            num_layers=megatron.get("recompute_num_layers") or 1,
+            modules=tuple(megatron.get("recompute_modules") or ("core_attn",)),
+        ),
+        log_probs_chunk_size=train.log_probs_chunk_size,
+        use_distributed_optimizer=megatron.get("use_distributed_optimizer", True),
+        grad_reduce_in_fp32=megatron.get("grad_reduce_in_fp32", True),
+        optimizer_offload_fraction=(
+            megatron.get("optimizer_offload_fraction", 0.0) if megatron.get("optimizer_cpu_offload") else 0.0
+        ),
+        has_reference=config.algo.use_kl_loss,
+        sync_buffer_bytes=config.sync.update_weight_buffer_size,
+    )
+
+
+def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="vime plan",
+        description="Estimate the memory of each training device, part by part. Takes train.py's settings; "
+        "--hf-checkpoint may also be a config.json. Exit code 1 when it does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device-memory-gib", type=float, help="memory of one device")
+    parser.add_argument("--host-memory-gib", type=float, help="memory of a training node")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    return parser.parse_known_args(list(argv))
+
+
+def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
+    """The settings, the model and the dtype of the run. Raises: ConfigError with all that is wrong."""
+    from vime.trainer.megatron.limits import limits
+
+    parsed = parse(words, Catalogue())
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    config = build_config(parsed)
+    checkpoint = config.checkpoint.hf_checkpoint
+    if not checkpoint:
+        raise ConfigError("--hf-checkpoint is required: an HF checkpoint folder, its config.json or a hub name")
+    if Path(checkpoint).is_file():
+        checkpoint = str(Path(checkpoint).parent)
+    hf = read_model_config(checkpoint)
+    model = family_of(hf).settings(hf)
+    known = {name: limit for name, limit in limits(config.megatron).items() if name not in model.transformer}
+    if problems := list(refuse_what_the_trainer_cannot_do(config.megatron, known)):
+        raise ConfigError(problems)
+    return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=checkpoint)), model, _dtype(config, hf)
+
+
+def _dtype(config: Config, hf: Mapping[str, Any]) -> str:
+    return run_dtype(config.megatron, hf)
+
+
+def _table(plan: Plan, device_bytes: int | None) -> list[str]:
+    """Lines: one row for each part, one column for each pipeline rank."""
+    d = plan.division
+    sizes = {"TP": d.tensor, "PP": d.pipeline, "CP": d.context, "DP": d.data, "EP": d.expert}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    lines = [
+        f"{model_parameters(plan.model):,} parameters, {plan.training.dtype}; {d.world_size} training ranks: {layout}; "
+        f"{plan.training.tokens} tokens a micro-batch",
+        "GiB of one device" + "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in plan.devices),
+    ]
+    rows = []
+    for name in plan.devices[0].parts:
+        rows.append((name, [device.parts[name] for device in plan.devices]))
+        if name == "working memory":
+            moments = [device.moments for device in plan.devices]
+            rows += [(f"- {moment}", [m[moment] for m in moments]) for moment in moments[0]]
+    rows.append(("total", [device.total for device in plan.devices]))
+    if device_bytes is not None:
+        rows.append(("device memory", [device_bytes] * len(plan.devices)))
+    width = max(len(lines[1]) - 14 * len(plan.devices), *(len(name) + 2 for name, _ in rows))
+    lines[1] = "GiB of one device".ljust(width) + lines[1][len("GiB of one device") :]
+    lines += [
+        "  " + name.ljust(width - 2) + "".join(f"{_gib(v):>14}" for v in values) for name, values in rows if any(values)
+    ]
+    lines.append(f"host memory of a training node: {_gib(plan.host_bytes)} GiB for {plan.ranks_per_node} ranks")
+    if plan.engine is not None:
+        tokens = engine_cache_tokens(plan.model, plan.engine, plan.training.dtype)
+        where = "beside the trainer" if plan.colocated else "on devices of their own"
+        lines.append(f"engines {where}: a KV cache of {max(tokens, 0):,} tokens each")
+    return lines
+
+
+def _as_json(plan: Plan, problems: Sequence[str]) -> str:
+    return json.dumps(
+        {
+            "parameters": model_parameters(plan.model),
+            "division": asdict(plan.division),
+            "training": asdict(plan.training),
+            "devices": [
+                {
+                    "pipeline_rank": device.pipeline_rank,
+                    "parameters": device.parameters.total,
+                    "parts_bytes": dict(device.parts),
+                    "moments_bytes": dict(device.moments),
+                    "total_bytes": device.total,
+                }
+                for device in plan.devices
+            ],
+            "host_bytes_per_node": plan.host_bytes,
+            "problems": list(problems),
+        },
+        indent=2,
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"

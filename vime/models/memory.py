@@ -1,0 +1,177 @@
+"""An estimate of the memory of one training device, part by part, from the settings alone.
+
+Weights, gradients and optimizer state are exact. Activations are those that this trainer's layers keep; the parts that
+come and go are bounds. What the device's driver, NCCL and the allocator take is stated as constants below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vime.models.activations import Recompute, stage_numbers, stages_in_flight, working_numbers
+from vime.models.division import Division, Parameters, model_parameters, padded_rows, rank_parameters
+from vime.models.settings import ModelSettings
+
+GIB = 1 << 30
+MIB = 1 << 20
+CONTEXT_BYTES = 768 * MIB
+"""A CUDA context with torch's, cuBLAS's and compiled kernels, for each process on a device."""
+NCCL_GROUP_BYTES = 256 * MIB
+"""Buffers of one communicator; one for each dimension with more than one rank."""
+ALLOCATOR_SLACK = 0.05
+"""Part of what comes and goes that the caching allocator cannot reuse."""
+PROCESS_BYTES = 4 * GIB
+"""Host memory of a training rank besides its tensors."""
+ENGINE_WORKING_BYTES = 3 * GIB
+"""Of an engine's share: its activations, CUDA graphs and context, before the KV cache gets the rest."""
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step's memory depends on besides the model and its division."""
+
+    dtype: str = "bfloat16"
+    tokens: int = 8192
+    """Of one rank's micro-batch, T."""
+    forward_tokens: int | None = None
+    """Of one without gradients, for old and reference log-probs; None: the same."""
+    micro_batches: int | None = None
+    """Of an optimizer step on one rank; None: enough to fill the pipeline."""
+    recompute: Recompute = Recompute()  # noqa: RUF009 - frozen
+    log_probs_chunk_size: int = 1024
+    use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool = True
+    optimizer_offload_fraction: float = 0.0
+    """Part of the optimizer's state that lives in host memory."""
+    has_reference: bool = False
+    """A second set of weights for the KL to a reference."""
+    sync_buffer_bytes: int = 512 * MIB
+    """A bucket of the weight sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """An inference engine: on the training devices (colocate) or on its own."""
+
+    device_bytes: int
+    utilization: float
+    """vLLM's gpu_memory_utilization: the share of a device that it takes."""
+    tensor: int = 1
+    """Devices of one engine."""
+    max_model_len: int = 0
+    """Tokens its cache must hold at least: one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device of one pipeline rank. All in bytes."""
+
+    pipeline_rank: int
+    parameters: Parameters
+    parts: Mapping[str, int]
+    """What is there at the fullest moment, by name; `total` is their sum."""
+    moments: Mapping[str, int]
+    """What comes and goes in each phase of a step; the largest is the working memory."""
+    host_bytes: int
+    """Of host memory, by this rank."""
+
+    @property
+    def total(self) -> int:
+        """At the fullest moment."""
+        return sum(self.parts.values())
+
+
+def estimate(
+    model: ModelSettings, division: Division, training: Training, engine: Engine | None = None
+) -> list[DeviceMemory]:
+    """One entry for each pipeline rank; its tensor-, context- and data-parallel ranks have the same.
+
+    Args: engine: one that shares the devices.
+    """
+    return [_device(model, division, training, engine, rank) for rank in range(division.pipeline)]
+
+
+def _device(
+    model: ModelSettings, division: Division, training: Training, engine: Engine | None, rank: int
+) -> DeviceMemory:
+    width = _WIDTH[training.dtype]
+    own = rank_parameters(model, division, rank)
+    state = _optimizer_bytes(own, division, training)
+    host = round(training.optimizer_offload_fraction * (state + _gradient_shard_bytes(own, division, training)))
+    moments = _moments(model, division, training, own, rank)
+    fullest = max(moments.values())
+    groups = sum(
+        size > 1
+        for size in (division.tensor, division.pipeline, division.context, division.dense_copies, division.expert)
+    )
+    overhead = CONTEXT_BYTES + groups * NCCL_GROUP_BYTES + ALLOCATOR_SLACK * fullest
+    parts = {
+        "weights": width * own.total,
+        "gradients": (4 if training.grad_reduce_in_fp32 else width) * own.total,
+        "optimizer state": round((1 - training.optimizer_offload_fraction) * state),
+        "reference weights": width * own.total if training.has_reference else 0,
+        "working memory": fullest,
+        "driver, NCCL, allocator": round(overhead),
+        "engine": round(engine.utilization * engine.device_bytes) if engine is not None else 0,
+    }
+    return DeviceMemory(rank, own, parts, moments, PROCESS_BYTES + host + training.sync_buffer_bytes)
+
+
+def _shards(own: Parameters, division: Division, training: Training) -> tuple[float, float]:
+    """Parameters whose optimizer state is on this rank: dense ones and experts'."""
+    if not training.use_distributed_optimizer:
+        return own.dense, own.experts
+    return own.dense / division.dense_copies, own.experts / division.expert_copies
+
+
+def _optimizer_bytes(own: Parameters, division: Division, training: Training) -> float:
+    """Two moments, and float32 master weights beside weights of another dtype."""
+    return (8 if training.dtype == "float32" else 12) * sum(_shards(own, division, training))
+
+
+def _gradient_shard_bytes(own: Parameters, division: Division, training: Training) -> float:
+    """Gradients where an optimizer on the host reads them."""
+    return 4 * sum(_shards(own, division, training))
+
+
+def _moments(
+    model: ModelSettings, division: Division, training: Training, own: Parameters, rank: int
+) -> dict[str, int]:
+    """Bytes that come and go, in each phase of a step."""
+    t = model.transformer
+    width, tokens = _WIDTH[training.dtype], training.tokens
+    stages = division.layers(rank, t["num_layers"])
+    kept = max(stage_numbers(model, division, layers, training.recompute) for layers in stages)
+    working = max(working_numbers(model, division, layers, training.recompute) for layers in stages)
+    alive = stages_in_flight(division, rank, training.micro_batches)
+    head = head_bytes(model, division, training) if rank == division.pipeline - 1 else 0
+    forward = (training.forward_tokens or tokens) * working_numbers(model, division, stages[0], Recompute())
+    largest_tensor = padded_rows(model.vocab_size, division.tensor) * division.tensor * t["hidden_size"] * width
+    return {
+        "activations": round(alive * kept * tokens * width + max(head, working * tokens * width)),
+        "forward alone": round(2 * forward * width) + head,
+        # torch's AdamW takes a copy of the second moments, of the dense or of the experts' parameters at a time.
+        "optimizer step": round(4 * (1 - training.optimizer_offload_fraction) * max(_shards(own, division, training))),
+        "weight sync": training.sync_buffer_bytes + 2 * largest_tensor,
+    }
+
+
+def head_bytes(model: ModelSettings, division: Division, training: Training) -> int:
+    """What log-probs and entropy take besides the hidden states they come from: see trainer/megatron/log_probs.py."""
+    width = _WIDTH[training.dtype]
+    hidden: int = model.transformer["hidden_size"]
+    rows = padded_rows(model.vocab_size, division.tensor)
+    logits: int = min(training.log_probs_chunk_size, training.tokens) * rows
+    hidden_states: int = 2 * training.tokens * hidden * width  # a copy of the wanted tokens', and their gradient
+    return hidden_states + logits * (2 * width) + rows * hidden * (4 + width)
+
+
+def engine_cache_tokens(model: ModelSettings, engine: Engine, dtype: str) -> int:
+    """Tokens that an engine's KV cache holds; negative when its weights alone do not fit its share."""
+    t, width = model.transformer, _WIDTH[dtype]
+    weights = width * model_parameters(model) / engine.tensor
+    heads = max(1, t["num_query_groups"] / engine.tensor)
+    token = 2 * t["num_layers"] * heads * t["kv_channels"] * width
+    return int((engine.utilization * engine.device_bytes - weights - ENGINE_WORKING_BYTES) / token)
