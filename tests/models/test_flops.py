@@ -1,3 +1,5 @@
+import pytest
+
 from vime.models import family_of
 from vime.models.flops import forward_flops, sample_flops
 
@@ -16,6 +18,12 @@ HF = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
+EXPERTS = {"moe_intermediate_size": 3, "num_experts_per_tok": 2, "architectures": None, "tie_word_embeddings": False}
+MODELS = {
+    "qwen3": HF,
+    "qwen3_moe": {**HF, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4},
+    "glm4_moe": {**HF, **EXPERTS, "model_type": "glm4_moe", "n_routed_experts": 4, "n_shared_experts": 2},
+}
 
 
 def test_operations_are_those_counted_by_hand():
@@ -33,18 +41,19 @@ def test_samples_cost_together_what_their_batch_costs():
     assert sum(each) == forward_flops(model, [3, 2], 3)
 
 
-def test_torch_counts_the_same_in_a_transformers_model():
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_counts_the_same_in_a_transformers_model(name):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {k: v for k, v in HF.items() if k not in ("architectures", "model_type", "dtype", "rope_parameters")}
-    module = Qwen3ForCausalLM(Qwen3Config(**sizes, attn_implementation="eager"))
+    # The eager ways compute each expert on its own tokens, and the whole square of attention scores.
+    config = AutoConfig.for_model(**MODELS[name])
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     length = 7
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(torch.arange(length)[None])
-    # Eager attention computes the whole square of scores.
-    model = family_of(HF).settings(HF)
+    model = family_of(MODELS[name]).settings(MODELS[name])
     square = 3 * 4.0 * (length * length - length * (length + 1) // 2) * 4
-    rope = 3 * 0 + counter.get_total_flops() - forward_flops(model, [length], length) - square
+    rope = counter.get_total_flops() - forward_flops(model, [length], length) - square
     assert 0 <= rope <= 2 * length * 2, "what is left is the table of RoPE's angles"

@@ -17,6 +17,8 @@ MODEL = ModelSettings(
         "num_query_groups": 1,
         "kv_channels": 4,
         "gated_linear_unit": True,
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
     },
     vocab_size=11,
     max_position_embeddings=64,
