@@ -185,7 +185,8 @@ def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
         checkpoint = str(Path(checkpoint).parent)
     hf = read_model_config(checkpoint)
     model = family_of(hf).settings(hf)
-    known = {name: limit for name, limit in limits(config.megatron).items() if name not in model.transformer}
+    all_limits = limits(config.megatron, has_experts="num_moe_experts" in model.transformer)
+    known = {name: limit for name, limit in all_limits.items() if name not in model.transformer}
     if problems := list(refuse_what_the_trainer_cannot_do(config.megatron, known)):
         raise ConfigError(problems)
     return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=checkpoint)), model, _dtype(config, hf)

@@ -144,6 +144,7 @@ def _facts(
     from vime.rewards import REMOTE, REWARD_NAMES, REWARDS
     from vime.trainer.megatron.limits import limits
 
+    has_experts = not shape or shape["num_moe_experts"] is not None
     limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None
     return Facts(
         platform=platform.name if platform is not None else config.cluster.platform,
@@ -156,7 +157,9 @@ def _facts(
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
         shape_claims=claims,
         metric_problem=name_problem,
-        megatron_limits={name: limit for name, limit in limits(config.megatron).items() if name not in shape},
+        megatron_limits={
+            name: limit for name, limit in limits(config.megatron, has_experts=has_experts).items() if name not in shape
+        },
     )
 
 

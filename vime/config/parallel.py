@@ -17,6 +17,11 @@ class ParallelSizes:
     pipeline: int = 1
     context: int = 1
     sequence_parallel: bool = False
+    expert: int = 1
+    """Ranks that hold different experts of a layer. They and `expert_tensor` divide the tensor-, context- and
+    data-parallel ranks of a stage anew, for the experts alone."""
+    expert_tensor: int = 1
+    """Ranks that hold different parts of each expert."""
 
     @property
     def model(self) -> int:
@@ -29,23 +34,26 @@ class ParallelSizes:
             raise ConfigError(problems)
         return world_size // self.model
 
-    def problems(self, world_size: int, shape: Mapping[str, Any]) -> Iterator[str]:
+    def problems(self, world_size: int, shape: Mapping[str, Any], *, on_cpu: bool = False) -> Iterator[str]:
         """What stands against this division, in sentences.
 
         Args:
             world_size: training ranks.
             shape: the model's TransformerConfig fields; empty when they are not known.
+            on_cpu: the ranks talk through gloo.
         """
         sizes = {
             "--tensor-model-parallel-size": self.tensor,
             "--pipeline-model-parallel-size": self.pipeline,
             "--context-parallel-size": self.context,
+            "--expert-model-parallel-size": self.expert,
+            "--expert-tensor-parallel-size": self.expert_tensor,
         }
         if wrong := [f"{flag} is {size}; at least 1 is needed" for flag, size in sizes.items() if size < 1]:
             yield from wrong
             return
         if world_size % self.model:
-            named = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+            named = " x ".join(f"{flag} {size}" for flag, size in list(sizes.items())[:3] if size > 1)
             yield (
                 f"{named} makes {self.model} ranks that work together, which does not divide the {world_size} training "
                 f"ranks (--actor-num-nodes x --actor-num-gpus-per-node); use a multiple of {self.model}"
@@ -67,6 +75,51 @@ class ParallelSizes:
                 f"--pipeline-model-parallel-size is {self.pipeline}, which does not divide the model's "
                 f"{shape['num_layers']} layers"
             )
+        if shape.get("num_moe_experts"):
+            yield from self._expert_problems(world_size, shape, on_cpu=on_cpu)
+        elif shape and self.expert > 1:
+            yield f"--expert-model-parallel-size is {self.expert}, but the model has no experts; leave it out"
+
+    def _expert_problems(self, world_size: int, shape: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
+        """What stands against this division of a model with experts."""
+        if self.tensor > 1 and not self.sequence_parallel:
+            yield (
+                f"--tensor-model-parallel-size is {self.tensor} and the model has experts, whose tokens are shared out "
+                "over these ranks; add --sequence-parallel"
+            )
+        if shape["num_moe_experts"] % self.expert:
+            yield (
+                f"--expert-model-parallel-size is {self.expert}, which does not divide the model's "
+                f"{shape['num_moe_experts']} experts"
+            )
+        if self.expert_tensor not in (1, self.tensor):
+            yield (
+                f"--expert-tensor-parallel-size is {self.expert_tensor}; it can be 1 or "
+                f"--tensor-model-parallel-size, which is {self.tensor}"
+            )
+        elif shape.get("moe_ffn_hidden_size", 0) % self.expert_tensor:
+            yield (
+                f"--expert-tensor-parallel-size is {self.expert_tensor}, which does not divide the "
+                f"{shape['moe_ffn_hidden_size']} intermediate columns of the model's experts; 1 leaves experts whole"
+            )
+        if (shape.get("moe_shared_expert_intermediate_size") or 0) % self.tensor:
+            yield (
+                f"--tensor-model-parallel-size is {self.tensor}, which does not divide the "
+                f"{shape['moe_shared_expert_intermediate_size']} intermediate columns of the model's shared experts"
+            )
+        per_stage, together = world_size // self.pipeline, self.expert * self.expert_tensor
+        if world_size % self.model == 0 and per_stage % together:
+            yield (
+                f"--expert-model-parallel-size {self.expert} x --expert-tensor-parallel-size {self.expert_tensor} "
+                f"makes {together} ranks that hold a layer's experts together, which does not divide the {per_stage} "
+                "ranks of a pipeline stage"
+            )
+        if on_cpu and self.expert > 1 and self.expert_tensor > 1:
+            yield (
+                f"--expert-model-parallel-size {self.expert} with --expert-tensor-parallel-size {self.expert_tensor} "
+                "gathers parts of different lengths, which gloo cannot do on the CPU; give "
+                "--expert-tensor-parallel-size 1 (its default is --tensor-model-parallel-size)"
+            )
 
 
 def parallel_sizes(megatron: Mapping[str, Any]) -> ParallelSizes:
@@ -76,9 +129,13 @@ def parallel_sizes(megatron: Mapping[str, Any]) -> ParallelSizes:
         given = megatron.get(name)
         return 1 if given is None else int(given)
 
+    cut_like_the_rest = megatron.get("expert_tensor_parallel_size") is None
     return ParallelSizes(
         tensor=size("tensor_model_parallel_size"),
         pipeline=size("pipeline_model_parallel_size"),
         context=size("context_parallel_size"),
         sequence_parallel=bool(megatron.get("sequence_parallel")),
+        expert=size("expert_model_parallel_size"),
+        # Megatron's default: experts are cut as everything else is.
+        expert_tensor=size("tensor_model_parallel_size" if cut_like_the_rest else "expert_tensor_parallel_size"),
     )

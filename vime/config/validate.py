@@ -61,7 +61,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
     of_training = (
         _batch_sizes(config),
         _algorithm(config),
-        parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape),
+        parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_lengths(config, facts.max_position_embeddings),
         check_prompts(config),
     )

@@ -31,6 +31,7 @@ def install() -> None:
     _random_state()
     _type_names()
     _no_compiler()
+    _split_sizes()
 
 
 def installed() -> bool:
@@ -125,6 +126,20 @@ def _type_names() -> None:
 def _no_compiler() -> None:
     """megatron-core's jit_fuser is torch.compile; compiling tiny CPU kernels needs a C++ compiler and minutes."""
     torch.compiler.set_stance("force_eager")
+
+
+def _split_sizes() -> None:
+    """The experts' dispatcher takes split sizes to the host only from a CUDA device, and gives its all-to-all tensors
+    where numbers belong."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else original(tensor, as_numpy, record_stream)
+
+    for owner in (moe_utils, token_dispatcher):
+        _put(owner, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu)
 
 
 class _Stream:

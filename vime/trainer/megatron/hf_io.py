@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vime.errors import ConfigError
-from vime.models import Kind, ModelSettings, NameMap
-from vime.trainer.megatron import parallel, shards
+from vime.models import ModelSettings, NameMap, Names
+from vime.trainer.megatron import shards
 
 MAX_SHARD_BYTES = 5 << 30
 _INDEX = "model.safetensors.index.json"
@@ -55,37 +55,44 @@ def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelS
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(files.values()))}
         for name, parameter in shards.named_parameters(module, tied=model.tie_word_embeddings):
-            entry = names.to_hf(name)
+            entry = shards.own_names(names.to_hf(name))
             stored = [opened[files[n]].get_slice(n) for n in entry.hf]
             cut = shards.cut_of(parameter, entry.kind)
             if name in shards.VOCABULARY and stored[0].get_shape()[0] == model.vocab_size:
-                first = parallel.tp_rank() * len(parameter) if cut is not None else 0
+                first = cut.index * len(parameter) if cut is not None else 0
                 rows = stored[0][first : first + len(parameter)]
                 parameter[len(rows) :] = 0
                 parameter[: len(rows)] = rows.to(parameter)
                 continue
-            if problem := _fill(parameter, [_own_cut(s, cut) for s in stored], entry.kind, model):
-                problems.append(f"{entry.hf}: shapes {[tuple(s.get_shape()) for s in stored]}: {problem} {name}")
+            if problem := _fill(parameter, (_own_cut(s, cut) for s in stored), entry, model):
+                shapes = [tuple(s.get_shape()) for s in stored[:3]]
+                problems.append(f"{entry.hf[:3]}: shapes {shapes}: {problem} {name}")
     if problems:
         raise ConfigError([f"{folder}: {p}" for p in problems])
 
 
-def _own_cut(stored: Any, cut: int | None) -> Tensor:
-    """This rank's part of a tensor in a file; the rest is not read. Args: cut: the dimension; None: all of it."""
+def _own_cut(stored: Any, cut: shards.Cut | None) -> Tensor:
+    """This rank's part of a tensor in a file; the rest is not read."""
     if cut is None:
         whole: Tensor = stored[:]
         return whole
     # A size that does not divide leaves rows over, and so a shape that will be refused.
-    size = stored.get_shape()[cut] // parallel.tp_size()
-    mine = slice(parallel.tp_rank() * size, (parallel.tp_rank() + 1) * size)
-    part: Tensor = stored[mine] if cut == 0 else stored[:, mine]
+    size = stored.get_shape()[cut.dim] // cut.parts
+    mine = slice(cut.index * size, (cut.index + 1) * size)
+    part: Tensor = stored[mine] if cut.dim == 0 else stored[:, mine]
     return part
 
 
-def _fill(parameter: Tensor, parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> str | None:
+def _fill(parameter: Tensor, parts: Iterator[Tensor], entry: Names, model: ModelSettings) -> str | None:
     """Copy HF tensors into a parameter; what is wrong with their shapes, or None."""
+    if entry.kind in shards.OF_EXPERTS:  # one by one: they are many
+        for part, place in zip(parts, shards.split(parameter, entry, model), strict=True):
+            if part.shape != place.shape:
+                return "does not fit"
+            place.copy_(part)
+        return None
     try:
-        whole = shards.merge(parts, kind, model)
+        whole = shards.merge(list(parts), entry.kind, model)
     except (ValueError, RuntimeError) as error:
         return f"{error}, does not fit"
     if whole.shape != parameter.shape:

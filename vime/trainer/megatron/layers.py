@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from vime.trainer.megatron.experts import is_moe_layer, moe_spec
 from vime.trainer.megatron.packing import Packed
 
 
@@ -270,8 +271,8 @@ class _TakeRows(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, place, grad), None
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One dense decoder layer."""
+def layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
+    """One decoder layer, dense or with experts. Args: layer: its number, counted from 0 over the whole model."""
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -284,7 +285,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(
+    dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
     return ModuleSpec(
@@ -294,7 +295,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=moe_spec(config) if is_moe_layer(config, layer) else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -302,7 +303,6 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """This pipeline stage's decoder layers, and the final norm for the last stage."""
-    layers = [layer_spec(config)] * config.num_layers
     first = get_transformer_layer_offset(config)
-    mine = layers[first : first + get_num_layers_to_build(config)]
+    mine = [layer_spec(config, first + i) for i in range(get_num_layers_to_build(config))]
     return TransformerBlockSubmodules(layer_specs=mine, layer_norm=RMSNorm)

@@ -14,9 +14,17 @@ NO_FUSIONS = (
     "masked_softmax_fusion",
     "persist_layer_norm",
     "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
 )
 _EVEN_STAGES = "every pipeline stage has the same number of layers"
-_NO_EXPERTS = "no mixture-of-experts family is supported"
+_NO_EXPERTS = "the checkpoint's model has no experts"
+_NO_BALANCING = (
+    "megatron-core scales losses of the router by token counts, for gradients that are divided by them; here the loss "
+    "weights hold every divisor"
+)
+_NO_DROPPING = "a token's log-prob must not depend on the other tokens of its micro-batch"
+_CHECKPOINT_SAYS = "the checkpoint decides, and has none"
 _CONTEXT = "context-parallel ranks split sequences in zigzag and gather keys and values"
 # Field -> the only value that works today, and what to say of it.
 FIXED: dict[str, tuple[Any, str]] = {
@@ -49,8 +57,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "use_te_rng_tracker": (False, "it needs transformer-engine"),
     "use_ring_exchange_p2p": (False, "it needs a PyTorch of NVIDIA's own build"),
     "defer_embedding_wgrad_compute": (False, "the head computes its gradient with the log-probs, chunk by chunk"),
-    "expert_model_parallel_size": (1, _NO_EXPERTS),
-    "expert_tensor_parallel_size": (1, _NO_EXPERTS),
     "hierarchical_context_parallel_sizes": (None, _CONTEXT),
     "hybrid_context_parallel": (False, _CONTEXT),
     "max_seqlen_per_dp_cp_rank": (None, _CONTEXT),
@@ -60,7 +66,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "cpu_offloading": (False, "it needs transformer-engine"),
     "num_distributed_optimizer_instances": (1, "the optimizer is spread over all data-parallel ranks"),
     "variable_seq_lengths": (True, "micro-batches are packed and differ in length"),
-    "num_moe_experts": (None, _NO_EXPERTS),
+    "overlap_moe_expert_parallel_comm": (False, "untried; it needs interleaved stages or no stages at all"),
     "mtp_num_layers": (None, "multi-token prediction is not trained"),
     "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
     "fp8": (None, "fp8 needs transformer-engine"),
@@ -79,6 +85,50 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 
 
-def limits(names: Iterable[str]) -> Mapping[str, tuple[Any, str]]:
-    """`FIXED`, and those of `names` that nobody would read: settings of experts, which no supported model has."""
-    return FIXED | {n: (None, FIXED["num_moe_experts"][1]) for n in names if n.startswith("moe_")}
+# The same for models with experts.
+EXPERTS: dict[str, tuple[Any, str]] = {
+    "moe_router_load_balancing_type": ("none", _NO_BALANCING),
+    "moe_aux_loss_coeff": (0.0, _NO_BALANCING),
+    "moe_z_loss_coeff": (None, _NO_BALANCING),
+    "moe_per_layer_logging": (False, "there is no loss of the router to log"),
+    "moe_router_dtype": ("fp32", "rounded scores choose other experts than the engine's"),
+    "moe_router_bias_update_rate": (0.0, "the experts' biases stay the checkpoint's"),
+    "moe_router_force_load_balancing": (False, "random routing is for benchmarks of other trainers"),
+    "moe_enable_routing_replay": (False, "the engine's choice of experts is not replayed"),
+    "moe_input_jitter_eps": (None, "a log-prob must not depend on noise"),
+    "moe_token_dropping": (False, _NO_DROPPING),
+    "moe_expert_capacity_factor": (None, _NO_DROPPING),
+    "moe_pad_expert_input_to_capacity": (False, _NO_DROPPING),
+    "moe_token_drop_policy": ("probs", _NO_DROPPING),
+    "moe_router_padding_for_quantization": (False, "fp8 needs transformer-engine"),
+    "moe_router_padding_for_fp8": (False, "fp8 needs transformer-engine"),
+    "moe_router_topk_limited_devices": (None, "megatron-core has replaced it by groups of experts"),
+    "moe_grouped_gemm": (True, "all experts of a rank are always multiplied in one call"),
+    "moe_use_legacy_grouped_gemm": (False, "it needs the package grouped_gemm"),
+    "moe_token_dispatcher_type": ("alltoall", "the others know micro-batches of one length only, or need DeepEP"),
+    "moe_flex_dispatcher_backend": ("deepep", "--moe-token-dispatcher-type flex is not supported"),
+    "moe_enable_deepep": (False, "it needs DeepEP"),
+    "moe_deepep_num_sms": (20, "it needs DeepEP"),
+    "moe_hybridep_num_sms": (16, "it needs DeepEP"),
+    "moe_layer_recompute": (False, "use --recompute-granularity selective --recompute-modules moe"),
+    "moe_apply_probs_on_input": (False, "the supported families weigh experts' outputs"),
+    "moe_latent_size": (None, "it needs transformer-engine"),
+    "moe_shared_expert_gate": (False, _CHECKPOINT_SAYS),
+    **{
+        name: (None, _CHECKPOINT_SAYS)
+        for name in (
+            "moe_shared_expert_intermediate_size",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_scaling_factor",
+        )
+    },
+    "moe_router_enable_expert_bias": (False, _CHECKPOINT_SAYS),
+}
+
+
+def limits(names: Iterable[str], *, has_experts: bool) -> Mapping[str, tuple[Any, str]]:
+    """What holds for a model with or without experts; of the latter, those of `names` that nobody would read."""
+    if has_experts:
+        return FIXED | EXPERTS
+    return FIXED | {n: (None, _NO_EXPERTS) for n in names if n.startswith("moe_")}

@@ -21,6 +21,7 @@ from torch import Tensor
 from vime.config import TrainConfig
 from vime.models import ModelSettings
 from vime.trainer.megatron import parallel
+from vime.trainer.megatron.experts import keep_router_bias_in_float32
 from vime.trainer.megatron.layers import block_spec, take_rows
 from vime.trainer.megatron.log_probs import VocabularyShard, chunked_log_probs
 from vime.trainer.megatron.packing import Packed
@@ -105,7 +106,9 @@ def build_module(
     Args: provider: makes the model, given a function that makes the usual one.
     """
     module = provider(lambda: PolicyModel(model, settings, chunk_size=chunk_size)).cuda()
-    return module, (Float16Module(settings.transformer, module) if settings.transformer.bf16 else module)
+    wrapped = Float16Module(settings.transformer, module) if settings.transformer.bf16 else module
+    keep_router_bias_in_float32(module)
+    return module, wrapped
 
 
 def build_policy(

@@ -1,6 +1,7 @@
 """Process groups: torch.distributed, then Megatron's division of the ranks, and what each rank is in it.
 
 Neighbouring ranks are tensor-parallel, then come context, data and pipeline: rank 0 is the first of every dimension.
+For experts, the ranks of a stage are divided anew: expert-tensor-parallel, then expert-parallel, then copies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def start(
     Args:
         init_method: where the ranks find each other: as torch.distributed takes it, or a store.
         seed: of Megatron's random streams and of the model's fresh weights; equal on all ranks. Pipeline stages and
-            tensor-parallel ranks draw differently, data- and context-parallel ranks alike.
+            tensor-parallel ranks draw differently, data- and context-parallel ranks alike; experts have a stream of
+            their own, different on ranks that hold different parts of them.
         sizes: of the parallel dimensions.
     """
     if dist.is_initialized():
@@ -44,6 +46,8 @@ def start(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=timeout_minutes,
         create_gloo_process_groups=False,
@@ -121,6 +125,22 @@ def pp_group() -> ProcessGroup:
     """The ranks that hold the other stages of this rank's layers."""
     group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group
+
+
+def expert_place() -> tuple[int, int, int]:
+    """Which experts this rank has: its pipeline stage, expert-parallel and expert-tensor-parallel number."""
+    ep, tp = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    return pp_rank(), int(ep), int(tp)
+
+
+def ep_size() -> int:
+    """Number of expert-parallel ranks."""
+    return int(parallel_state.get_expert_model_parallel_world_size())
+
+
+def etp_size() -> int:
+    """Number of expert-tensor-parallel ranks."""
+    return int(parallel_state.get_expert_tensor_parallel_world_size())
 
 
 def is_first_stage() -> bool:

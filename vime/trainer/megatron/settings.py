@@ -15,10 +15,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.models import ModelSettings
-from vime.trainer.megatron.limits import NO_FUSIONS, limits
+from vime.trainer.megatron.limits import EXPERTS, NO_FUSIONS, limits
 
 # These are torch.compile's, which is worth its start-up time on CUDA only.
 _COMPILED_FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion")
+
+# Settings of experts whose one supported value is not megatron-core's default.
+_EXPERTS_DIFFER = (
+    "moe_router_load_balancing_type",
+    "moe_router_dtype",
+    "moe_router_bias_update_rate",
+    "moe_grouped_gemm",  # megatron-core would refuse --recompute-modules moe_act without
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +61,12 @@ def megatron_settings(
     rest = dict(overrides)
     problems = _pop_checkpoint_facts(model, rest)
     sizes = parallel_sizes(overrides)
-    problems += sizes.problems(world_size, model.transformer)
+    problems += sizes.problems(world_size, model.transformer, on_cpu=device_type == "cpu")
     multiple = rest.pop("make_vocab_size_divisible_by", 1) * sizes.tensor
     dtype = _dtype(model, rest, problems)
     bf16 = dtype == torch.bfloat16
-    for name, (value, reason) in limits(overrides).items():
+    has_experts = model.transformer.get("num_moe_experts") is not None
+    for name, (value, reason) in limits(overrides, has_experts=has_experts).items():
         if name in rest and rest.pop(name) != value:
             problems.append(f"--{name.replace('_', '-')} {overrides[name]} is not supported: {reason}")
     known = {
@@ -84,6 +93,7 @@ def megatron_settings(
         # Pipeline stages tell each other how long a micro-batch is; megatron-core accepts it with this dispatcher only.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
+        **({name: EXPERTS[name][0] for name in _EXPERTS_DIFFER} if has_experts else {}),
         **dict.fromkeys(NO_FUSIONS, False),
         **dict.fromkeys(_COMPILED_FUSIONS, device_type == "cuda"),
         **pick(TransformerConfig),
@@ -117,6 +127,7 @@ def _pop_checkpoint_facts(model: ModelSettings, rest: dict[str, Any]) -> list[st
     """Take out what describes the checkpoint; sentences for what contradicts it."""
     t = model.transformer
     facts = {
+        "num_moe_experts": None,
         **{name: value for name, value in t.items() if name != "activation_func"},
         "swiglu": t["gated_linear_unit"] and t["activation_func"] == "silu",
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,

@@ -1,14 +1,15 @@
 """Which rank holds which part of which tensor, and tensors put together from their parts.
 
 Tensor-parallel ranks hold equal cuts of most tensors; pipeline stages hold some layers each; context- and data-parallel
-ranks hold copies. What is gathered goes to rank 0, HF tensor by HF tensor, so that no rank ever holds a whole model.
+ranks hold copies. Experts are divided among a stage's ranks in a way of their own. What is gathered goes to rank 0, HF
+tensor by HF tensor, so that no rank ever holds a whole model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from vime.trainer.megatron import parallel
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows are tokens, and may be padded."""
+OF_EXPERTS = (Kind.EXPERTS, Kind.EXPERTS_GLU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,51 +28,97 @@ class Home:
     """Where a Megatron tensor lives, and the HF tensors it makes."""
 
     stage: int
-    cut: int | None
-    """The dimension along which tensor-parallel ranks cut each of its HF tensors; None: all have the whole."""
+    cut: Cut | None
+    """How this and other ranks cut each of its HF tensors; None: all have the whole."""
     shapes: tuple[tuple[int, ...], ...]
     """Of its HF tensors, whole."""
     dtype: torch.dtype
+    holders: tuple[tuple[int, ...], ...] = ()
+    """Of experts: for each expert-parallel rank, the ranks that hold the cuts of its experts."""
 
 
-def named_parameters(module: torch.nn.Module, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One of equal parts of a tensor."""
+
+    dim: int
+    index: int
+    parts: int
+
+
+def named_parameters(module: torch.nn.Module, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
     """This rank's parameters by the name they have in the whole model, layers counted over all stages.
 
-    The last of several stages has a copy of a tied embedding as its head; it comes under the embedding's name.
+    The last of several stages has a copy of a tied embedding as its head; it comes under the embedding's name. Routers'
+    expert biases, which the optimizer does not know, are among them.
     """
     layers = {i: layer.layer_number - 1 for i, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr, arg-type]
-    for name, parameter in module.named_parameters():
+    biases = ((n, b) for n, b in module.named_buffers() if n.endswith(".router.expert_bias"))
+    for name, tensor in (*module.named_parameters(), *biases):
         name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])]}.", name)
-        yield VOCABULARY[0] if tied and name == VOCABULARY[1] else name, parameter
+        yield VOCABULARY[0] if tied and name == VOCABULARY[1] else name, tensor
 
 
-def cut_of(parameter: Tensor, kind: Kind) -> int | None:
-    """The dimension along which tensor-parallel ranks cut the HF tensors of a parameter; None: they have copies."""
+def cut_of(parameter: Tensor, kind: Kind) -> Cut | None:
+    """Which part of its HF tensors a parameter has on this rank; None: all of them whole."""
+    if kind in OF_EXPERTS:
+        (_, _, index), parts = parallel.expert_place(), parallel.etp_size()
+        dim = 0 if kind is Kind.EXPERTS_GLU else 1  # of an expert's matrix, as HF keeps it
+        return Cut(dim, index, parts) if parts > 1 else None
     if parallel.tp_size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return None
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
     assert kind is Kind.PLAIN or dim == 0, f"a {kind} tensor cut along {dim}"
-    return dim
+    return Cut(dim, parallel.tp_rank(), parallel.tp_size())
+
+
+def own_names(entry: Names) -> Names:
+    """The HF tensors of which this rank has something: all, or those of its experts."""
+    if entry.kind not in OF_EXPERTS:
+        return entry
+    _, index, _ = parallel.expert_place()
+    count = len(entry.hf) // parallel.ep_size()
+    return replace(entry, hf=entry.hf[index * count : (index + 1) * count])
 
 
 def homes(module: torch.nn.Module, names: NameMap, model: ModelSettings) -> dict[str, Home]:
     """The home of every Megatron tensor of the whole model. Collective."""
     mine = {}
+    holders = _holders_of_experts()
     for name, parameter in named_parameters(module, tied=model.tie_word_embeddings):
         entry = names.to_hf(name)
         cut = cut_of(parameter, entry.kind)
         shapes = [list(part.shape) for part in split(parameter.detach(), entry, model)]
         for shape in shapes:
             if cut is not None:
-                shape[cut] *= parallel.tp_size()
+                shape[cut.dim] *= cut.parts
             if name in VOCABULARY:
                 shape[0] = model.vocab_size
-        mine[name] = Home(parallel.pp_rank(), cut, tuple(map(tuple, shapes)), parameter.dtype)
+        of_experts = entry.kind in OF_EXPERTS
+        mine[name] = Home(
+            parallel.pp_rank(),
+            cut,
+            tuple(map(tuple, shapes)) * (parallel.ep_size() if of_experts else 1),
+            parameter.dtype,
+            holders if of_experts else (),
+        )
     if parallel.pp_size() == 1:
         return mine
     stages: list[dict[str, Home]] = [{} for _ in range(parallel.pp_size())]
     dist.all_gather_object(stages, mine, group=parallel.pp_group())
     return {name: home for stage in reversed(stages) for name, home in stage.items()}  # the first stage's word counts
+
+
+def _holders_of_experts() -> tuple[tuple[int, ...], ...]:
+    """For each expert-parallel rank of this stage, the ranks that hold the cuts of its experts. Collective."""
+    if parallel.world_size() == 1:
+        return ((0,),)
+    places: list[tuple[int, int, int]] = [(0, 0, 0)] * parallel.world_size()
+    dist.all_gather_object(places, parallel.expert_place())
+    return tuple(
+        tuple(places.index((parallel.pp_rank(), ep, cut)) for cut in range(parallel.etp_size()))
+        for ep in range(parallel.ep_size())
+    )
 
 
 @torch.no_grad()
@@ -87,11 +135,15 @@ def hf_tensors(
     parameters = dict(named_parameters(module, tied=model.tie_word_embeddings))
     for name in names.megatron_names():
         home, entry = where[name], names.to_hf(name)
-        parts: Sequence[Tensor | None] = [None] * len(entry.hf)
+        parts: dict[str, Tensor] = {}
         if home.stage == parallel.pp_rank():
-            parts = split(parameters[name].detach(), entry, model)
-        for hf_name, part, shape in zip(entry.hf, parts, home.shapes, strict=True):
-            whole = _collect(part, home, shape)
+            own = own_names(entry)
+            parts = dict(zip(own.hf, split(parameters[name].detach(), own, model), strict=True))
+        for i, (hf_name, shape) in enumerate(zip(entry.hf, home.shapes, strict=True)):
+            if home.holders:
+                yield hf_name, _collect_expert(parts.get(hf_name), home, shape, i * len(home.holders) // len(entry.hf))
+                continue
+            whole = _collect(parts.get(hf_name), home, shape)
             # Views of padded rows are cut last: only the rank that has the whole knows where it ends.
             yield hf_name, whole[: shape[0]] if name in VOCABULARY else whole
 
@@ -103,7 +155,7 @@ def _collect(part: Tensor | None, home: Home, shape: Sequence[int]) -> Tensor:
         return outline  # these have copies
     whole = part
     if part is not None and home.cut is not None:
-        whole = _gather(part, home.cut)
+        whole = _gather(part, home.cut.dim)
     if parallel.tp_rank():
         return outline
     if home.stage:
@@ -118,6 +170,27 @@ def _collect(part: Tensor | None, home: Home, shape: Sequence[int]) -> Tensor:
         return outline
     assert whole is not None, "rank 0 has neither the tensor nor whom to get it from"
     return whole
+
+
+def _collect_expert(part: Tensor | None, home: Home, shape: Sequence[int], ep_rank: int) -> Tensor:
+    """One expert's whole tensor on rank 0, its outline elsewhere. Args: part: this rank's cut, where it has one."""
+    rank, holders = dist.get_rank(), home.holders[ep_rank]
+    if rank:
+        if rank in holders:
+            assert part is not None, "a holder of an expert without it"
+            dist.send(part.contiguous(), dst=0)
+        return torch.empty(shape, dtype=home.dtype, device="meta")
+    cut_shape = list(shape)
+    if home.cut is not None:
+        cut_shape[home.cut.dim] //= home.cut.parts
+    cuts = []
+    for holder in holders:
+        cut = part if holder == 0 else torch.empty(cut_shape, dtype=home.dtype, device=torch.cuda.current_device())
+        assert cut is not None, "rank 0 is told of experts that it does not have"
+        if holder:
+            dist.recv(cut, src=holder)
+        cuts.append(cut)
+    return torch.cat(cuts, home.cut.dim) if home.cut is not None else cuts[0]
 
 
 def _gather(part: Tensor, dim: int) -> Tensor | None:
@@ -142,6 +215,7 @@ def merge(parts: Sequence[Tensor], kind: Kind, model: ModelSettings) -> Tensor:
         return parts[0]
     if kind is Kind.GLU:
         return torch.cat(list(parts))
+    assert kind is Kind.QKV, f"tensors of kind {kind} are copied one by one"
     width = model.transformer["kv_channels"]
     groups = parts[1].shape[0] // width
     if any(not groups or p.shape[0] % (groups * width) for p in parts):
@@ -156,6 +230,8 @@ def split(tensor: Tensor, entry: Names, model: ModelSettings) -> Sequence[Tensor
         return [tensor]
     if entry.kind is Kind.GLU:
         return tensor.chunk(2)
+    if entry.kind in OF_EXPERTS:
+        return (tensor.flatten(0, 1) if entry.kind is Kind.EXPERTS_GLU else tensor).unbind()
     t = model.transformer
     width, per_group = t["kv_channels"], t["num_attention_heads"] // t["num_query_groups"]
     by_group = tensor.view(-1, per_group + 2, width, *tensor.shape[1:])

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from vime.algo.kl import kl_estimate
@@ -268,8 +269,11 @@ def _update(policy: Policy, where: str) -> float:
             f"the gradient norm is {norm}, {where}; no update was made. Lower --lr or --clip-grad, or look at that "
             "rollout's log-probs and advantages"
         )
-    if optimizer.config.clip_grad > 0.0:
-        optimizer.clip_grad_norm(optimizer.config.clip_grad)
+    if (limit := optimizer.config.clip_grad) > 0.0:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have one of their own
+            if parameters := part.get_parameters():
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
     if not optimizer.step_with_ready_grads():
         raise TrainingError(f"the optimizer refused to step, {where}")
     return norm
