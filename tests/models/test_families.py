@@ -173,6 +173,27 @@ def test_glm_names_differ_by_layer_and_leave_out_the_layer_of_multi_token_predic
     assert not any(names.is_kept(n) for n in (*names.hf_names(), "model.layers.4.eh_proj.weight", "lm_head.weight"))
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "scaling"),
+    [
+        ({"rope_scaling": None}, None),
+        ({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_type": "llama3", **LLAMA3}),
+        (
+            {"rope_parameters": {"rope_theta": 1e5, "rope_type": "llama3", **LLAMA3}},
+            {"rope_type": "llama3", **LLAMA3},
+        ),
+    ],
+)
+def test_rope_is_read_in_the_older_words_and_in_transformers_5s(change, scaling):
+    s = family_of(LLAMA).settings({**LLAMA, **change})
+    assert (s.rope_scaling, s.rotary_base) == (scaling, 1e5)
+
+
 @pytest.mark.parametrize(
     ("base", "change", "word"),
     [
@@ -186,11 +207,17 @@ def test_glm_names_differ_by_layer_and_leave_out_the_layer_of_multi_token_predic
         (GLM, {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "topk_group"),
         (GLM, {"n_routed_experts": None}, "n_routed_experts"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window"),
-        (QWEN3, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),
+        (
+            QWEN3,
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+            "yarn.*original_max_position",
+        ),
+        (QWEN3, {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "longrope"),
         (QWEN3, {"use_sliding_window": True}, "sliding-window"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         (QWEN3, {"attention_bias": True}, "attention_bias"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA, {"attention_dropout": 0.1}, "attention_dropout"),

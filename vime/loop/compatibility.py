@@ -28,6 +28,7 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
             "tie_word_embeddings": model.tie_word_embeddings,
             "rotary_base": model.rotary_base,
             **({"rotary_percent": model.rotary_percent} if model.rotary_percent != 1 else {}),
+            **({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}),
         },
         "has_optimizer": not config.checkpoint.no_save_optim,
         "fixed": {

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from vime.errors import ConfigError
 from vime.models.names import NameMap, Rule, decoder_layer_rules
-from vime.models.rope import rotary_base, rotary_percent, unsupported_rope
+from vime.models.rope import rope_scaling, rotary_base, rotary_percent, unsupported_rope
 from vime.models.settings import ModelSettings
 
 
@@ -72,6 +72,7 @@ class Family(ABC):
             max_position_embeddings=hf["max_position_embeddings"],
             rotary_base=rotary_base(hf),
             rotary_percent=rotary_percent(hf, self.default_rotary_percent),
+            rope_scaling=rope_scaling(hf),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             num_mtp_layers=self.num_mtp_layers(hf),

@@ -19,6 +19,8 @@ class ModelSettings:
     rotary_base: float
     rotary_percent: float = 1.0
     """Part of each head that is rotated, from its first element on."""
+    rope_scaling: Mapping[str, Any] | None = None
+    """Changed frequencies for longer contexts, in transformers' words (`rope_type`, `factor`, ...); None: plain."""
     tie_word_embeddings: bool
     dtype: str
     """torch dtype name of the checkpoint's tensors: "float32", "bfloat16", "float16"."""

@@ -1,5 +1,7 @@
 """The real trainer on a tiny model: agreement with transformers, the step's invariants, its errors."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -129,9 +131,12 @@ def test_kl_is_zero_until_the_policy_moves_and_the_reference_stays(model_folder,
     assert second["train/loss"] == pytest.approx(second["train/pg_loss"] + 0.1 * second["train/kl_loss"], rel=1e-5)
 
 
-def test_a_reference_of_another_shape_is_refused(model_folder, make_trainer):
+@pytest.mark.parametrize("change", [{}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}])
+def test_a_reference_of_another_shape_is_refused(model_folder, make_trainer, change):
     folder, _ = model_folder("qwen3")
-    other, _ = model_folder("llama")
+    other, _ = model_folder("qwen3" if change else "llama")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ConfigError, match="--ref-load"):
         make_trainer(folder, algo=AlgoConfig(use_kl_loss=True), checkpoint=CheckpointConfig(ref_load=str(other)))
 

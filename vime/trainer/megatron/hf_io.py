@@ -45,7 +45,8 @@ def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelS
     expected = set(names.hf_names())
     # A tied checkpoint may repeat the embedding as its head, and old ones carry RoPE's frequencies.
     ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-    unexpected = sorted(n for n in set(files) - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
+    others = (n for n in set(files) - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
+    unexpected = sorted(n for n in others if not names.is_kept(n))
     if missing := sorted(expected - set(files)):
         problems.append(f"{folder} lacks {len(missing)} tensors, among them {missing[:3]}")
     if unexpected:
@@ -101,13 +102,21 @@ def _fill(parameter: Tensor, parts: Iterator[Tensor], entry: Names, model: Model
     return None
 
 
+def kept_tensors(folder: Path, names: NameMap) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that are no part of the model, as they are: `export_hf` takes them behind its own."""
+    files = {name: file for name, file in _tensor_files(folder).items() if names.is_kept(name)}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as f:
+            yield from ((name, f.get_tensor(name)) for name in sorted(files) if files[name] == file)
+
+
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:
     """Write an HF checkpoint: the source's config and tokenizer files, and the tensors as sharded safetensors.
 
     config.json comes last, so a folder that has one is whole; an earlier export there is replaced.
 
     Args:
-        tensors: as `shards.hf_tensors` gives them, on rank 0.
+        tensors: as `shards.hf_tensors` gives them, on rank 0, and `kept_tensors`.
         source: the checkpoint training started from.
         target: a folder, made if need be.
         dtype: the weights' dtype, noted in config.json.

@@ -158,11 +158,3 @@ def _scheduler(
         wsd_decay_steps=max(1, decay_steps // 10) if train.lr_decay_style == "WSD" else None,
         lr_wsd_decay_style="linear" if train.lr_decay_style == "WSD" else None,
     )
-
-
-def inverse_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
-    """[rotated part of a head / 2] float32: RoPE's angle per position, computed as HF does."""
-    width = int(model.transformer["kv_channels"] * model.rotary_percent)
-    steps = torch.arange(0, width, 2, dtype=torch.int64).float()
-    frequencies: Tensor = 1.0 / (model.rotary_base ** (steps / width))
-    return frequencies.to(device)

@@ -66,6 +66,8 @@ class Layout:
     """The model's."""
     padded: bool
     """Lay out padded blocks, for attention kernels that cannot take packed sequences."""
+    rope_factor: float = 1.0
+    """What cosine and sine are multiplied by."""
     cp_rank: int = 0
     cp_size: int = 1
     """Context-parallel ranks: each has two chunks of every sequence."""
@@ -134,8 +136,8 @@ def pack(
         cu_seqlens_kv=cu_device,
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(lengths.max()),
-        cos=angles.cos()[:, None].to(layout.dtype),
-        sin=angles.sin()[:, None].to(layout.dtype),
+        cos=(angles.cos() * layout.rope_factor)[:, None].to(layout.dtype),
+        sin=(angles.sin() * layout.rope_factor)[:, None].to(layout.dtype),
         rows=torch.from_numpy(rows).to(device),
         targets=torch.from_numpy(tokens[wanted].astype(np.int64)).to(device),
         temperature=temperature,

@@ -34,8 +34,14 @@ def build_reference(
         raise ConfigError(
             f"--ref-load {folder} has a vocabulary of {settings.vocab_size}, the policy of {policy.vocab_size}"
         )
-    if (settings.transformer, settings.tie_word_embeddings) != (policy.transformer, policy.tie_word_embeddings):
+    if _computation(settings) != _computation(policy):
         raise ConfigError(f"--ref-load {folder} has another architecture than {policy_folder}")
     module, wrapped = build(settings)
     hf_io.load_hf(module, folder, names, settings)
     return wrapped.requires_grad_(False).eval()
+
+
+def _computation(model: ModelSettings) -> tuple[object, ...]:
+    """What a policy and its reference, which get the same micro-batches, must have in common."""
+    rope = model.rotary_base, model.rotary_percent, model.rope_scaling
+    return dict(model.transformer), model.tie_word_embeddings, *rope

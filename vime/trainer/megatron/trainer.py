@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from vime.trainer.megatron import (
     packing,
     parallel,
     profiling,
+    rope,
     settings,
     shards,
     speed,
@@ -125,8 +127,10 @@ class MegatronTrainer:
                 folder, self._model, self._names, self._new_module, policy_folder=self._source
             )
         self._offloader = offload.Offloader()
+        inv_freq, rope_factor = rope.inverse_frequencies(self._model, device)
         self._layout = packing.Layout(
-            inv_freq=model.inverse_frequencies(self._model, device),
+            inv_freq=inv_freq,
+            rope_factor=rope_factor,
             cp_rank=parallel.cp_rank(),
             cp_size=parallel.cp_size(),
             multiple=parallel.tp_size() if self._settings.sizes.sequence_parallel else 1,
@@ -296,7 +300,8 @@ class MegatronTrainer:
     def export_hf(self, path: Path) -> None:
         """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
         if self._rank == 0:
-            hf_io.export_hf(self._hf_tensors(), self._source, Path(path), dtype=self._settings.dtype)
+            tensors = chain(self._hf_tensors(), hf_io.kept_tensors(self._source, self._names))
+            hf_io.export_hf(tensors, self._source, Path(path), dtype=self._settings.dtype)
         else:
             for _ in self._hf_tensors():
                 pass  # hands rank 0 its parts
