@@ -95,6 +95,12 @@ class Trainer(Protocol):
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler and random state under `path`."""
 
+    def begin_save(self, path: Path) -> None:
+        """`save` in the background: what is trained from now on is not in it. `end_save` comes before another."""
+
+    def end_save(self, wait: bool) -> bool:
+        """Whether the checkpoint begun is whole; only then has `path` its name. Raises: TrainingError if it fails."""
+
     def load(self, path: Path) -> None:
         """Restore what `save` wrote."""
 

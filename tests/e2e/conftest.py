@@ -94,6 +94,7 @@ def finished(
         *grpo_flags,
         *("--run-dir", str(folder), "--num-rollout", "3", "--eval-interval", "2", "--rollout-num-gpus", "2"),
         *("--use-tensorboard", "--trace"),
-        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--save-hf", str(folder / "hf")),
+        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--async-save"),
+        *("--save-hf", str(folder / "hf")),
     )
     return folder, output

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from vime.config.validate_checkpoint import parse_best
-from vime.errors import ConfigError, TrainingError
+from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import find_checkpoints, read_metrics
-from vime.loop.keeper import CheckpointKeeper, best_checkpoint, export_hf, prune
+from vime.loop.keeper import CheckpointKeeper, best_checkpoint, export_hf, prune, remove_leftovers
 
 
 class FakeTrainer:
@@ -160,3 +160,108 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds files but no HF checkpoint"):
         export_hf(FakeTrainer(), tmp_path)  # type: ignore[arg-type]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class SlowTrainer(FakeTrainer):
+    """Writes in the background: a save is done when the test says so, or when it is waited for."""
+
+    step, is_written, problem = 0, False, ""
+
+    def begin_save(self, path: Path) -> None:
+        self._path, self._step, self.is_written = path, self.step, False
+
+    def end_save(self, wait: bool) -> bool:
+        if not (self.is_written or wait):
+            return False
+        if self.problem:
+            raise TrainingError(self.problem)
+        self._path.mkdir()
+        (self._path / "weights").write_text(str(self._step))
+        return True
+
+
+class CountingSource(FakeSource):
+    offset = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"offset": self.offset}
+
+
+def contents(folder: Path, rollout_id: int) -> tuple[str, int]:
+    path = folder / f"rollout_{rollout_id:06d}"
+    state = json.loads((path / "state.json").read_text())
+    return (path / "trainer" / "weights").read_text(), state["data_source"]["offset"]
+
+
+def slow_keeper(folder: Path, **more: Any) -> tuple[CheckpointKeeper, SlowTrainer, CountingSource]:
+    trainer, source = SlowTrainer(), CountingSource()
+    made: Any = CheckpointKeeper
+    return made(trainer, source, StopRule(), folder=folder, settings={}, in_background=True, **more), trainer, source
+
+
+def test_a_checkpoint_in_the_background_is_of_the_step_it_was_begun_in_and_newest_when_whole(tmp_path: Path) -> None:
+    keep, trainer, source = slow_keeper(tmp_path, keep_last=1, keep_best="train/loss:min")
+    for step in range(5):
+        trainer.step, source.offset = step, 8 * step
+        if step in (1, 4):
+            keep.save(step)
+        trainer.step, source.offset = -1, -1  # training and generation go on
+        trainer.is_written = step >= 3
+        keep.settle(step, {"train/loss": 10.0 + step})
+        assert names(tmp_path) == {0: [], 1: [], 2: [], 3: [1], 4: [1, 4]}[step]
+    assert contents(tmp_path, 1) == ("1", 8) and contents(tmp_path, 4) == ("4", 32)
+    assert read_metrics(tmp_path / "rollout_000001") == {"train/loss": 11.0}, "the metrics are of its own step"
+    keep.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rollout_000001", "rollout_000004"]
+
+
+def test_the_next_save_and_the_end_wait_for_the_one_under_way(tmp_path: Path) -> None:
+    keep, _, _ = slow_keeper(tmp_path, keep_last=1)
+    keep.save(0)
+    keep.settle(0, {})
+    keep.save(1)
+    assert names(tmp_path) == [0]
+    keep.finish()
+    assert names(tmp_path) == [0, 1], "nothing is removed before the step of the new one has ended"
+    keep.settle(1, {})
+    assert names(tmp_path) == [1]
+    keep.finish()
+
+
+def test_what_goes_wrong_in_the_background_ends_the_next_step(tmp_path: Path) -> None:
+    keep, trainer, _ = slow_keeper(tmp_path)
+    keep.save(0)
+    keep.settle(0, {})
+    keep.save(1)
+    trainer.problem = "rank 3: [Errno 28] No space left on device"
+    keep.settle(1, {})
+    trainer.is_written = True
+    with pytest.raises(TrainingError, match=r"rank 3: .*No space left"):
+        keep.settle(2, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["rollout_000000"]
+    keep.settle(3, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [(DataError("a bad row"), True), (TrainingError("rank 0 died"), False), (KeyboardInterrupt(), False)],
+)
+def test_an_error_elsewhere_waits_for_the_checkpoint_and_one_of_the_trainer_or_ctrl_c_leaves_it(
+    tmp_path: Path, error: BaseException, waits: bool
+) -> None:
+    keep, _, _ = slow_keeper(tmp_path)
+    with pytest.raises(type(error)), keep:
+        keep.save(0)
+        raise error
+    assert names(tmp_path) == ([0] if waits else [])
+    remove_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == waits
+
+
+def test_an_error_stays_itself_if_the_checkpoint_cannot_be_completed_either(tmp_path: Path) -> None:
+    keep, trainer, _ = slow_keeper(tmp_path)
+    trainer.problem = "rank 3: [Errno 28] No space left on device"
+    with pytest.raises(DataError, match="a bad row") as caught, keep:
+        keep.save(7)
+        raise DataError("a bad row")
+    assert "the checkpoint of rollout 7 could not be completed: rank 3" in caught.value.__notes__[0]

@@ -27,6 +27,7 @@ class World:
         self.version = -1
         self.metrics: dict[str, float] = {}
         self.settled: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
 
     def generate(self, rollout_id: int) -> RolloutResult:
         self.calls.append(f"generate {rollout_id} at v{self.version}")
@@ -56,6 +57,9 @@ class World:
 
     def settle(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self.settled.append((rollout_id, dict(metrics)))
+
+    def finish(self) -> None:
+        self.finished = True
 
     def stages(self) -> Stages:
         return Stages(
@@ -99,6 +103,7 @@ def test_each_rollout_is_generated_by_the_weights_trained_on_the_one_before(tmp_
         "publish v2",
         "evaluate 1 at v2",
     ]
+    assert world.finished
 
 
 def test_a_run_that_stops_early_evaluates_and_saves_at_its_end(tmp_path: Path) -> None:

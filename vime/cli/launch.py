@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
         return _report(error)
     except VimeError as error:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"vime: {note}", file=sys.stderr)
         print(f"vime: the run's folder, with logs of its engines: {path}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, most often

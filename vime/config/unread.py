@@ -62,7 +62,12 @@ _RULES: tuple[Rule, ...] = (
         "--use-dynamic-batch-size fills micro-batches by --max-tokens-per-gpu; drop one of the two",
     ),
     (
-        ("checkpoint.save_interval", "checkpoint.no_save_optim", "checkpoint.keep_last_checkpoints"),
+        (
+            "checkpoint.save_interval",
+            "checkpoint.no_save_optim",
+            "checkpoint.async_save",
+            "checkpoint.keep_last_checkpoints",
+        ),
         lambda c: c.checkpoint.save is None,
         "add --save, the folder to write to",
     ),

@@ -12,7 +12,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,85 @@ class Checkpoint:
     """Of the run that wrote it, see vime/loop/compatibility.py."""
 
 
+class CheckpointWriting:
+    """A checkpoint of a trained rollout while it is being written: built when it is begun, `complete` when it is there.
+
+    Args:
+        folder: holds all checkpoints of the run.
+        rollout_id: the last rollout that was trained on. Data and stop rule are kept as they are now.
+        settings: what to compare with on resume.
+        in_background: training may go on before it is complete.
+    Raises: OSError when the disk is full; no partial checkpoint stays.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rollout_id: int,
+        trainer: Trainer,
+        source: DataSource,
+        stop: StopRule,
+        settings: Mapping[str, Any],
+        *,
+        in_background: bool,
+    ) -> None:
+        self.rollout_id = rollout_id
+        self._folder, self._trainer = folder, trainer
+        self._final = folder / f"rollout_{rollout_id:06d}"
+        # A name of its own: ranks of a killed run may still be writing for a moment.
+        self._partial = folder / f".partial_{self._final.name}_{uuid.uuid4().hex[:8]}"
+        self._is_written = not in_background
+        self._state = {
+            "format": _FORMAT,
+            "rollout_id": rollout_id,
+            "data_source": source.state(),
+            "stop": stop.state(),
+            "settings": settings,
+        }
+        self._partial.mkdir(parents=True)
+        with self._removed_on_error():
+            if in_background:
+                trainer.begin_save(self._partial / "trainer")
+            else:
+                trainer.save(self._partial / "trainer")
+
+    def complete(self, *, wait: bool) -> Path | None:
+        """Give it its name, once the trainer's part is whole: its final path, or None if that is not yet so.
+
+        Args: wait: until it is.
+        Raises: OSError when the disk is full; TrainingError if the ranks cannot write. No partial checkpoint stays.
+        """
+        with self._removed_on_error():
+            if not self._is_written and not self._trainer.end_save(wait):
+                return None
+            self._is_written = True
+            files = sorted(path for path in self._partial.rglob("*") if path.is_file())
+            sizes = {path.relative_to(self._partial).as_posix(): path.stat().st_size for path in files}
+            _write_json(self._partial / "state.json", self._state | {"files": sizes})
+            if self._final.exists():  # the same rollout, trained again after a resume from an earlier one
+                old = self._folder / f".replaced_{self._final.name}"
+                shutil.rmtree(old, ignore_errors=True)
+                self._final.rename(old)
+                self._partial.rename(self._final)
+                shutil.rmtree(old)
+            else:
+                self._partial.rename(self._final)
+            _flush_folder(self._folder)
+        return self._final
+
+    @contextmanager
+    def _removed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            free = shutil.disk_usage(self._folder).free
+            shutil.rmtree(self._partial, ignore_errors=True)
+            if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
+                what = f"checkpoint of rollout {self.rollout_id}: the disk is full"
+                raise OSError(errno.ENOSPC, what, str(self._folder)) from error
+            raise
+
+
 def save_checkpoint(
     folder: Path,
     rollout_id: int,
@@ -48,43 +129,11 @@ def save_checkpoint(
     stop: StopRule,
     settings: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of a trained rollout.
-
-    Args:
-        folder: holds all checkpoints of the run.
-        rollout_id: the last rollout that was trained on.
-        settings: what to compare with on resume.
-    Returns: the checkpoint's final path. Raises: OSError when the disk is full; no partial checkpoint stays.
-    """
-    final = folder / f"rollout_{rollout_id:06d}"
-    partial = folder / f".partial_{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        trainer.save(partial / "trainer")
-        state = {
-            "format": _FORMAT,
-            "rollout_id": rollout_id,
-            "data_source": source.state(),
-            "stop": stop.state(),
-            "settings": settings,
-        }
-        _write_json(partial / "state.json", state)
-        if final.exists():  # the same rollout, trained again after a resume from an earlier one
-            old = folder / f".replaced_{final.name}"
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            partial.rename(final)
-            shutil.rmtree(old)
-        else:
-            partial.rename(final)
-    except BaseException as error:
-        free = shutil.disk_usage(folder).free
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
-            raise OSError(errno.ENOSPC, f"checkpoint of rollout {rollout_id}: the disk is full", str(folder)) from error
-        raise
-    return final
+    """Write the checkpoint of a trained rollout. Returns: its final path. See `CheckpointWriting`."""
+    writing = CheckpointWriting(folder, rollout_id, trainer, source, stop, settings, in_background=False)
+    path = writing.complete(wait=True)
+    assert path is not None, "waited for"
+    return path
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -200,3 +249,12 @@ def _write_json(path: Path, value: Any) -> None:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """A rename survives a power failure once its folder is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

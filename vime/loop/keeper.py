@@ -6,17 +6,20 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from vime.config.validate_checkpoint import parse_best
-from vime.errors import ConfigError, TrainingError
+from vime.errors import ConfigError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import find_checkpoints, read_metrics, rollout_of, save_checkpoint, write_metrics
+from vime.loop.checkpoint import CheckpointWriting, find_checkpoints, read_metrics, rollout_of, write_metrics
 from vime.protocols import DataSource, Trainer
 
 
 class CheckpointKeeper:
-    """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`.
+    """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`; at the end `finish`.
+
+    As a context manager it finishes after errors that left the trainer able to, too.
 
     Args:
         trainer, source, stop: what a checkpoint is of.
@@ -25,6 +28,7 @@ class CheckpointKeeper:
         hf_path: where HF exports go, {rollout_id} replaced; None exports none.
         keep_last: newest checkpoints that stay; None keeps all.
         keep_best: "METRIC", "METRIC:max" or "METRIC:min"; the best by it stays, too.
+        in_background: go on with the run while a checkpoint is written; `settle` and the next `save` complete it.
     """
 
     def __init__(
@@ -38,18 +42,37 @@ class CheckpointKeeper:
         hf_path: str | None = None,
         keep_last: int | None = None,
         keep_best: str | None = None,
+        in_background: bool = False,
     ) -> None:
         self._trainer, self._source, self._stop = trainer, source, stop
         self._folder, self._settings, self._hf_path = folder, settings, hf_path
         self._keep_last = keep_last
         self._best = parse_best(keep_best) if keep_best is not None else None
-        self._fresh: Path | None = None  # saved in this step
+        self._in_background = in_background
+        self._writing: CheckpointWriting | None = None
+        self._fresh: Path | None = None  # complete, but its step has not ended
+        self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
 
     def save(self, rollout_id: int) -> None:
-        """Write a checkpoint. Raises: OSError when the disk is full; no partial checkpoint stays."""
+        """Write a checkpoint, or begin to; one that is still being written is waited for.
+
+        Raises: OSError when the disk is full; no partial checkpoint stays.
+        """
         assert self._folder is not None, "the cadence saves only where --save names a folder"
+        self.finish()
         remove_leftovers(self._folder)
-        self._fresh = save_checkpoint(self._folder, rollout_id, self._trainer, self._source, self._stop, self._settings)
+        self._metrics = None
+        self._writing = CheckpointWriting(
+            self._folder,
+            rollout_id,
+            self._trainer,
+            self._source,
+            self._stop,
+            self._settings,
+            in_background=self._in_background,
+        )
+        if not self._in_background:
+            self._complete(wait=True)
 
     def export_hf(self, rollout_id: int) -> None:
         """Write an HF checkpoint, whole or not at all. Raises: OSError when the disk is full."""
@@ -61,14 +84,49 @@ class CheckpointKeeper:
 
         Raises: TrainingError if the metric of `keep_best` is not among a step's that should have it.
         """
-        fresh, self._fresh = self._fresh, None
-        if fresh is None or self._folder is None:
+        if self._writing is None and self._fresh is None:
             return
-        if self._best is not None:
-            _check_metric(self._best[0], metrics)
-        write_metrics(fresh, metrics)
+        if self._metrics is None:
+            if self._best is not None:
+                _check_metric(self._best[0], metrics)
+            self._metrics = dict(metrics)
+        self._complete(wait=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises: as `save` does."""
+        self._complete(wait=True)
+
+    def _complete(self, *, wait: bool) -> None:
+        if self._writing is not None:
+            try:
+                self._fresh = self._writing.complete(wait=wait)
+            except BaseException:
+                self._writing = None
+                raise
+            if self._fresh is None:
+                return
+            self._writing = None
+        if self._fresh is None or self._metrics is None or self._folder is None:
+            return
+        fresh, self._fresh = self._fresh, None
+        write_metrics(fresh, self._metrics)
         if self._keep_last is not None:
             prune(self._folder, self._keep_last, self._best)
+
+    def __enter__(self) -> CheckpointKeeper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """After an error outside the trainer the checkpoint is worth waiting for; after ctrl-C nobody waits."""
+        if self._writing is None or isinstance(error, TrainingError) or not isinstance(error, Exception | None):
+            return
+        rollout_id = self._writing.rollout_id
+        try:
+            self.finish()
+        except (VimeError, OSError) as second:
+            if error is None:
+                raise
+            error.add_note(f"and the checkpoint of rollout {rollout_id} could not be completed: {second}")
 
 
 def best_checkpoint(folder: Path, metric: str, *, more_is_better: bool) -> Path | None:

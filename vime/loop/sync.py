@@ -39,13 +39,16 @@ class Checkpoints(Protocol):
     """What is kept of the trainer; see `CheckpointKeeper`."""
 
     def save(self, rollout_id: int) -> None:
-        """Write a checkpoint to resume from."""
+        """Write a checkpoint to resume from, or begin to."""
 
     def export_hf(self, rollout_id: int) -> None:
         """Write an HF checkpoint."""
 
     def settle(self, rollout_id: int, metrics: Metrics) -> None:
         """The step has ended with these metrics."""
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,5 +105,6 @@ def run_sync(
                     step.add_evaluation(stages.rollout.evaluate(rollout_id))
             stages.checkpoints.settle(rollout_id, step.metrics)
         if last:
+            stages.checkpoints.finish()
             return rollout_id
     return start - 1

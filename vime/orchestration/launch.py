@@ -29,7 +29,7 @@ from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import Checkpoint
 from vime.loop.compatibility import settings_to_keep
 from vime.loop.evaluation_only import run_evaluation_only
-from vime.loop.keeper import CheckpointKeeper
+from vime.loop.keeper import CheckpointKeeper, remove_leftovers
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync
@@ -147,6 +147,9 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
                 else:
                     run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
             return
+        if config.checkpoint.save is not None:
+            # Of a save that was under way: when the ranks have ended, which write it.
+            stack.callback(remove_leftovers, Path(config.checkpoint.save))
         trainer = TrainerGroup(
             config,
             placement,
@@ -166,7 +169,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
             progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
         context = _hook_context(plan, client, tokenizer, stack)
         rollout = replayed or RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
-        keeper = _keeper(plan, trainer, source, stop)
+        keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
         stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, stack)
         with _naming_the_dead(fleet):
             recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
@@ -285,6 +288,7 @@ def _keeper(plan: _Run, trainer: TrainerGroup, source: DataSource, stop: StopRul
         hf_path=settings.save_hf,
         keep_last=settings.keep_last_checkpoints,
         keep_best=settings.keep_best_checkpoint,
+        in_background=settings.async_save,
     )
 
 

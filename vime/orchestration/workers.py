@@ -251,6 +251,15 @@ class TrainerGroup:
         """See `Trainer`."""
         self._all("save", path)
 
+    def begin_save(self, path: Path) -> None:
+        """See `Trainer`."""
+        self._all("begin_save", path)
+
+    def end_save(self, wait: bool) -> bool:
+        """See `Trainer`."""
+        done: bool = self._all("end_save", wait)[0]
+        return done
+
     def load(self, path: Path) -> None:
         """See `Trainer`."""
         self._all("load", path)

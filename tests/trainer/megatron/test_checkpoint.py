@@ -1,6 +1,7 @@
 """Stop and resume: the next steps are those of a run that never stopped."""
 
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 from vime.config import CheckpointConfig, TrainConfig
 from vime.errors import ConfigError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
+from vime.loop.checkpoint import CheckpointWriting, load_checkpoint, open_checkpoint, save_checkpoint
+from vime.trainer.megatron.shard_file import ShardFile
 
 LENGTHS = [9, 4, 17, 6]
 SCHEDULE = TrainConfig(lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iters=10)
@@ -17,6 +19,11 @@ SCHEDULE = TrainConfig(lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iter
 
 def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer._hf_tensors()}
+
+
+def stored(folder):
+    """Every file of a checkpoint but its table of contents, which has a random name in it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,6 +178,10 @@ def test_a_disk_that_is_full_costs_that_checkpoint_alone(model_folder, make_trai
     try:
         with pytest.raises(TrainingError, match=r"cannot be written: rank 0: .*File too large"):
             save_checkpoint(saved, 1, trainer, Prompts(16), StopRule(), {})
+        writing = CheckpointWriting(saved, 1, trainer, Prompts(16), StopRule(), {}, in_background=True)
+        trainer.train(make_batch(LENGTHS))
+        with pytest.raises(TrainingError, match=r"cannot be written: rank 0: .*File too large"):
+            writing.complete(wait=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in saved.iterdir()] == ["rollout_000000"]
@@ -178,3 +189,30 @@ def test_a_disk_that_is_full_costs_that_checkpoint_alone(model_folder, make_trai
     load_checkpoint(open_checkpoint(saved), resumed, prompts, StopRule())
     assert prompts.offset == 8
     assert all(torch.equal(tensor, want[name]) for name, tensor in resumed._hf_tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_save_in_the_background_holds_the_step_it_was_begun_at(
+    model_folder, make_trainer, make_batch, tmp_path, dtype, distributed
+):
+    folder, _ = model_folder(dtype=dtype)
+    trainer = make_trainer(folder, megatron={"lr": 1e-2, "use_distributed_optimizer": distributed})
+    trainer.train(make_batch(LENGTHS))
+    trainer.save(tmp_path / "at once")
+    write, release = ShardFile.add, threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing is written before the next step has changed every tensor.
+        patch.setattr(ShardFile, "add", lambda *args: (release.wait(60), write(*args)))
+        trainer.begin_save(tmp_path / "in the background")
+        assert not trainer.end_save(wait=False)
+        after = trainer.train(make_batch(LENGTHS, seed=1))
+        assert not trainer.end_save(wait=False) and not (tmp_path / "in the background").exists()
+        release.set()
+        assert trainer.end_save(wait=True)
+    want = stored(tmp_path / "at once")
+    assert want.keys() == {"__0_0.distcp", "common.pt", "metadata.json"}
+    assert stored(tmp_path / "in the background") == want
+    resumed = make_trainer(folder, megatron={"lr": 1e-2, "use_distributed_optimizer": distributed})
+    resumed.load(tmp_path / "in the background")
+    assert resumed.train(make_batch(LENGTHS, seed=1))["train/loss"] == after["train/loss"]

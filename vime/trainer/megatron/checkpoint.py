@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,38 +13,31 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
 
-from vime.errors import ConfigError, TrainingError
+from vime.errors import ConfigError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.saving import Save
 
 _log = logging.getLogger(__name__)
 
+OPTIMIZER_STATE = "optimizer.state."
+"""How the keys of an optimizer's tensors begin."""
 
-def save(policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer: bool) -> None:
-    """Write a checkpoint folder; under its final name it is always whole. Collective.
 
-    Args: counters: plain numbers to come back from `load`.
-    Raises: TrainingError naming the ranks that could not write, and why.
+def begin_save(
+    policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer: bool, in_background: bool
+) -> Save:
+    """Start to write a checkpoint folder; under its final name it is always whole. Collective.
+
+    Args:
+        counters: plain numbers to come back from `load`.
+        in_background: return when the state is copied, not when it is written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
     state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
-    try:
-        dist_checkpointing.save(state, str(partial))
-    except CheckpointException as error:  # no Exception of Python's, so that it would end the process unexplained
-        reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
-        raise TrainingError(f"the checkpoint {path} cannot be written: {reasons}") from error
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
-    dist.barrier()
+    # The distributed optimizer gathers its state into new tensors on the host; others hand out what they train with.
+    fresh = (OPTIMIZER_STATE,) if policy.has_distributed_optimizer else ()
+    return Save(state, path, in_background=in_background, fresh_prefix=fresh)
 
 
 def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:

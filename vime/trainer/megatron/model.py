@@ -87,6 +87,11 @@ class Policy:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
+    @property
+    def has_distributed_optimizer(self) -> bool:
+        """Whether data-parallel ranks share the optimizer's state among them."""
+        return bool(self.ddp.ddp_config.use_distributed_optimizer)
+
     def optimizer_tensors(self) -> list[Tensor]:
         """The state of the torch optimizers that Megatron's wraps: moments and step counts."""
         wrapped = getattr(self.optimizer, "chained_optimizers", [self.optimizer])

@@ -36,6 +36,7 @@ from vime.trainer.megatron import (
     parallel,
     profiling,
     rope,
+    saving,
     settings,
     shards,
     speed,
@@ -110,6 +111,7 @@ class MegatronTrainer:
             parallel.stop()
             raise
         self._step = 0
+        self._save: saving.Save | None = None
 
     def _build(self, total_steps: int) -> None:
         train = self._config.train
@@ -314,12 +316,37 @@ class MegatronTrainer:
 
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler, random state and step counter under `path`."""
-        checkpoint.save(
+        self._begin_save(path, in_background=False)
+        self.end_save(wait=True)
+
+    def begin_save(self, path: Path) -> None:
+        """`save` in the background: what is trained from now on is not in it; `end_save` follows."""
+        self._begin_save(path, in_background=True)
+
+    def _begin_save(self, path: Path, *, in_background: bool) -> None:
+        assert self._save is None, "a checkpoint is being written"
+        self._save = checkpoint.begin_save(
             self._policy,
             Path(path),
             counters={"step": self._step},
             with_optimizer=not self._config.checkpoint.no_save_optim,
+            in_background=in_background,
         )
+
+    def end_save(self, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is whole now. Args: wait: until it is.
+
+        Raises: TrainingError naming the ranks that could not write, and why.
+        """
+        assert self._save is not None, "no checkpoint was begun"
+        try:
+            done = self._save.end(wait=wait)
+        except BaseException:
+            self._save = None
+            raise
+        if done:
+            self._save = None
+        return done
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; with --finetune the weights alone, and the counter stays 0.
@@ -345,6 +372,8 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """Leave the process groups and release the writer's place; the trainer cannot be used afterwards."""
+        if self._save is not None:
+            self._save.abandon()
         if self._writer is not None:
             self._writer.close()
         parallel.stop()
