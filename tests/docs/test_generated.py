@@ -21,10 +21,12 @@ def test_the_committed_page_is_the_generated_one(name: str) -> None:
 
 
 def test_make_docs_writes_every_page(tmp_path: Path) -> None:
-    for name in ("coming_from_slime_and_vime.md", "customization.md"):
+    for name in ("coming_from_slime_and_vime.md", "customization.md", "recipes.md"):
         (tmp_path / name).write_text((DOCS / name).read_text("utf-8"), "utf-8")
     assert main([str(tmp_path)]) == 0
-    assert {p.name: p.read_text("utf-8") for p in tmp_path.glob("*.md")} == pages(DOCS)
+    written = {p.name: p.read_text("utf-8") for p in tmp_path.glob("*.md")}
+    assert written.pop("recipes.md") == (DOCS / "recipes.md").read_text("utf-8"), "run `make docs`"
+    assert written == pages(DOCS)
 
 
 def test_every_setting_has_one_row_with_a_meaning() -> None:

@@ -123,3 +123,5 @@ def test_an_engine_takes_its_share_and_keeps_what_its_weights_leave():
     assert tokens == int((37 * GIB - 2 * model_parameters(QWEN3_8B)) / a_token)
     small = dataclasses.replace(engine, utilization=0.2)
     assert engine_cache_tokens(QWEN3_8B, small, "bfloat16") < 0
+    stated = dataclasses.replace(engine, cache_bytes=GIB)
+    assert engine_cache_tokens(QWEN3_8B, stated, "bfloat16") == int(GIB / a_token)

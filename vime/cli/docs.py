@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.cli.flag import Flag
+from vime.cli.recipes import table as recipe_table
 from vime.cli.upstream import read_flags
 from vime.cli.vime_flags import section_classes, vime_flags
 from vime.config import hook_table
@@ -17,7 +18,9 @@ from vime.observability.metrics import as_markdown
 _COMING_FROM = "coming_from_slime_and_vime.md"
 _CUSTOMIZATION = "customization.md"
 _BEGIN, _END = "<!-- generated from upstream_flags.yaml: begin -->", "<!-- generated: end -->"
+_RECIPES, _BEGIN_RECIPES = "recipes.md", "<!-- generated from scripts/: begin -->"
 _BEGIN_HOOKS = "<!-- generated from vime/config/hook_table.py: begin -->"
+_SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 _INTRODUCTION = """\
 # Settings
 
@@ -87,6 +90,11 @@ def pages(folder: Path) -> dict[str, str]:
     }
 
 
+def recipes_page(folder: Path) -> str:
+    """docs/recipes.md, whose table takes seconds: every recipe is resolved and its memory estimated."""
+    return _filled(folder / _RECIPES, _BEGIN_RECIPES, recipe_table(_SCRIPTS))
+
+
 def _filled(path: Path, begin: str, table: str) -> str:
     """A page with its generated part as it is now."""
     before, rest = path.read_text(encoding="utf-8").split(begin)
@@ -97,7 +105,7 @@ def _filled(path: Path, begin: str, table: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Write the pages into a folder, docs/ by default. Returns: 0."""
     folder = Path(argv[0]) if argv else Path("docs")
-    for name, text in pages(folder).items():
+    for name, text in {**pages(folder), _RECIPES: recipes_page(folder)}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return 0
 

@@ -22,7 +22,7 @@ from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
 from vime.models.activations import Recompute
 from vime.models.division import Division, model_parameters
-from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, estimate
+from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
 
 _UTILIZATION = 0.92  # vLLM's own default
 
@@ -61,6 +61,12 @@ class Plan:
             )
         if self.engine is not None:
             tokens = engine_cache_tokens(self.model, self.engine, self.training.dtype)
+            room = engine_room_bytes(self.model, self.engine, self.training.dtype)
+            if self.engine.cache_bytes is not None and self.engine.cache_bytes > room:
+                found.append(
+                    f"--vllm-kv-cache-memory-bytes is {_gib(self.engine.cache_bytes)} GiB, but an engine's share of "
+                    f"{self.engine.utilization:g} leaves {_gib(max(room, 0))} GiB"
+                )
             if tokens < self.engine.max_model_len:
                 found.append(
                     f"an engine's share of {self.engine.utilization:g} leaves a KV cache of {max(tokens, 0)} tokens, "
@@ -75,6 +81,10 @@ def run(argv: Sequence[str]) -> int:
     device = round(own.device_memory_gib * GIB) if own.device_memory_gib is not None else None
     host = round(own.host_memory_gib * GIB) if own.host_memory_gib is not None else None
     config, model, dtype = _read(words)
+    if own.devices_per_node is not None:
+        from vime.cli.on_cluster import resolve_on
+
+        resolve_on(words, nodes=own.nodes, devices_per_node=own.devices_per_node)
     plan = make_plan(config, model, dtype, device_bytes=device)
     problems = plan.problems(device, host)
     print(_as_json(plan, problems) if own.json else "\n".join(_table(plan, device)))
@@ -105,6 +115,7 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     if device_bytes is not None and generates(config) and not config.cluster.rollout_external_engine_addrs:
         engine = Engine(
             device_bytes=device_bytes,
+            cache_bytes=config.vllm.get("kv_cache_memory_bytes"),
             utilization=config.vllm.get("gpu_memory_utilization", _UTILIZATION),
             tensor=config.cluster.rollout_num_gpus_per_engine,
             max_model_len=config.rollout.rollout_max_context_len or model.max_position_embeddings,
@@ -166,6 +177,12 @@ def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--device-memory-gib", type=float, help="memory of one device")
     parser.add_argument("--host-memory-gib", type=float, help="memory of a training node")
+    parser.add_argument(
+        "--devices-per-node",
+        type=int,
+        help="of such nodes: also check every setting and the layout",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="how many of them (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser.parse_known_args(list(argv))
 

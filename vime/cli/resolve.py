@@ -35,12 +35,14 @@ class Resolved:
     """The model's architecture in Megatron's names, as the checkpoint states it."""
 
 
-def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
+def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True) -> Resolved:
     """Parse, fill in, cross-check. A `--help…` flag prints its table and exits.
 
     Args:
         argv: the words after the program's name.
         fetch: download a hub checkpoint, put its local folder in place of the name, and check that it is whole.
+        here: whether the run is for this machine. If not, neither its devices nor its files of prompts count, and the
+            platform is CUDA's unless another is named.
     Raises: ConfigError with every problem found.
     """
     print_help(argv)
@@ -50,7 +52,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
         raise ConfigError(parsed.problems)
     config = build_config(parsed)
     problems = list(parsed.problems)
-    platform = _platform(config, problems)
+    platform = _platform(config, problems, here=here)
     model, shape = _checkpoint(config, problems)
     claims = tuple(
         (g.flag.name, g.flag.key, g.value)
@@ -58,6 +60,8 @@ def resolve(argv: Sequence[str], *, fetch: bool = True) -> Resolved:
         if g.flag.owner == "megatron" and (g.flag.group == "Model" or g.flag.key in shape)
     )
     facts = _facts(config, platform, parsed, model, shape, claims)
+    if not here:
+        facts = replace(facts, devices=None, reads_prompt_files=False)
     misread = {_name_in(problem) for problem in parsed.problems}
     # A required setting whose value was refused is not also missing.
     problems += [p for p in validate(config, facts) if not (_name_in(p) in misread and "is required" in p)]
@@ -92,11 +96,12 @@ def build_config(parsed: Parsed) -> Config:
     return Config(**made, **others)
 
 
-def _platform(config: Config, problems: list[str]) -> Platform | None:
+def _platform(config: Config, problems: list[str], *, here: bool) -> Platform | None:
     from vime.platform import get_platform
 
+    name = config.cluster.platform
     try:
-        return get_platform(config.cluster.platform)
+        return get_platform(name if here or name != "auto" else "cuda")
     except ConfigError as error:
         problems += error.problems
         return None

@@ -52,6 +52,8 @@ class Facts:
     """Megatron flags that describe the model: (flag name, name in `shape`, value)."""
     megatron_limits: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Megatron fields that the trainer runs at one value only: that value, and why."""
+    reads_prompt_files: bool = True
+    """Whether files of prompts are here to be looked at."""
     metric_problem: Callable[[str], str | None] = lambda name: None
     """What is wrong with the name of a metric; None for one that is defined."""
 
@@ -63,7 +65,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _algorithm(config),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_lengths(config, facts.max_position_embeddings),
-        check_prompts(config),
+        check_prompts(config, reads_files=facts.reads_prompt_files),
     )
     checks = (
         _required(config),
@@ -86,6 +88,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
             without_label=facts.rewards_without_label,
             max_positions=facts.max_position_embeddings,
             vocab_size=facts.shape.get("vocab_size", math.inf),
+            reads_files=facts.reads_prompt_files,
         ),
         check_hooks(config),
         unread_settings(config, facts.explicit),

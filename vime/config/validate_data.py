@@ -11,10 +11,10 @@ from vime.config.prompt_files import check_prompt_files
 from vime.errors import ConfigError
 
 
-def check_prompts(config: Config) -> Iterator[str]:
-    """The training prompts' first rows, their keys and weights."""
+def check_prompts(config: Config, *, reads_files: bool = True) -> Iterator[str]:
+    """The training prompts' keys and weights, and the first rows of their files."""
     data = config.data
-    if reads_prompts(config):
+    if reads_prompts(config) and reads_files:
         for word in data.prompt_data:
             yield from check_prompt_files("--prompt-data", word, _needed(data.input_key, data.label_key))
     yield from _without_files(config)
@@ -63,8 +63,12 @@ def check_eval_sets(
     without_label: Sequence[str],
     max_positions: int | None,
     vocab_size: float,
+    reads_files: bool = True,
 ) -> Iterator[str]:
-    """The held-out sets: their names, settings, files and functions. Args: as those of `check_settings`."""
+    """The held-out sets: their names, settings, files (if they are read) and functions.
+
+    Args: the others are those of `check_settings`.
+    """
     try:
         sets = eval_sets(config)
     except ConfigError as error:
@@ -79,7 +83,8 @@ def check_eval_sets(
     )
     for held_out in sets:
         needed = _needed(held_out.input_key, held_out.label_key)
-        yield from check_prompt_files(f"held-out set {held_out.name}:", held_out.path, needed)
+        if reads_files:
+            yield from check_prompt_files(f"held-out set {held_out.name}:", held_out.path, needed)
         path = held_out.custom_generate_function_path
         if path is not None and path != config.rollout.custom_generate_function_path:
             try:

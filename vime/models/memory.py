@@ -62,6 +62,8 @@ class Engine:
     """Devices of one engine."""
     max_model_len: int = 0
     """Tokens its cache must hold at least: one sequence."""
+    cache_bytes: int | None = None
+    """Of its KV cache on each device, where that is stated (vLLM's kv_cache_memory_bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +170,16 @@ def head_bytes(model: ModelSettings, division: Division, training: Training) -> 
     return hidden_states + logits * (2 * width) + rows * hidden * (4 + width)
 
 
+def engine_room_bytes(model: ModelSettings, engine: Engine, dtype: str) -> float:
+    """What an engine's share of each device leaves for the KV cache; negative when its weights alone do not fit."""
+    weights = _WIDTH[dtype] * model_parameters(model) / engine.tensor
+    return engine.utilization * engine.device_bytes - weights - ENGINE_WORKING_BYTES
+
+
 def engine_cache_tokens(model: ModelSettings, engine: Engine, dtype: str) -> int:
     """Tokens that an engine's KV cache holds; negative when its weights alone do not fit its share."""
-    t, width = model.transformer, _WIDTH[dtype]
-    weights = width * model_parameters(model) / engine.tensor
+    t = model.transformer
     heads = max(1, t["num_query_groups"] / engine.tensor)
-    token = 2 * t["num_layers"] * heads * t["kv_channels"] * width
-    return int((engine.utilization * engine.device_bytes - weights - ENGINE_WORKING_BYTES) / token)
+    token = 2 * t["num_layers"] * heads * t["kv_channels"] * _WIDTH[dtype]
+    room = engine_room_bytes(model, engine, dtype) if engine.cache_bytes is None else engine.cache_bytes
+    return int(room / token)
