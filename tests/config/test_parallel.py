@@ -36,3 +36,44 @@ def test_a_division_that_does_not_come_out_is_named(megatron: dict[str, Any], se
 def test_a_division_that_comes_out_has_no_problem() -> None:
     megatron = {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 3, "sequence_parallel": True}
     assert not list(parallel_sizes(megatron).problems(18, SHAPE))
+
+
+MOE = {**SHAPE, "num_moe_experts": 8, "moe_ffn_hidden_size": 30, "moe_shared_expert_intermediate_size": 60}
+SP = {"tensor_model_parallel_size": 3, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("megatron", "sentence"),
+    [
+        ({"expert_model_parallel_size": 3}, "does not divide the model's 8 experts"),
+        (
+            {"expert_model_parallel_size": 8},
+            "8 ranks that hold a layer's experts together, which does not divide the 12",
+        ),
+        ({"tensor_model_parallel_size": 3}, "add --sequence-parallel"),
+        ({**SP, "expert_tensor_parallel_size": 2}, "it can be 1 or --tensor-model-parallel-size, which is 3"),
+        (
+            {**SP, "expert_model_parallel_size": 2},
+            "with --expert-tensor-parallel-size 3 gathers parts of different lengths",
+        ),
+        ({"expert_model_parallel_size": 0}, "--expert-model-parallel-size is 0; at least 1"),
+    ],
+)
+def test_a_division_of_experts_that_does_not_come_out_is_named(megatron: dict[str, Any], sentence: str) -> None:
+    [problem] = parallel_sizes(megatron).problems(12, MOE, on_cpu=True)
+    assert sentence in problem
+
+
+def test_experts_are_cut_like_the_rest_unless_told_otherwise() -> None:
+    assert parallel_sizes(SP).expert_tensor == 3
+    assert parallel_sizes({**SP, "expert_tensor_parallel_size": 1}).expert_tensor == 1
+    assert [*parallel_sizes(SP).problems(12, {**MOE, "moe_ffn_hidden_size": 16})] == [
+        "--expert-tensor-parallel-size is 3, which does not divide the 16 intermediate columns of the model's experts; "
+        "1 leaves experts whole"
+    ]
+    assert not list(parallel_sizes({**SP, "expert_model_parallel_size": 2}).problems(12, MOE))
+
+
+def test_a_model_without_experts_has_none_to_divide() -> None:
+    [problem] = parallel_sizes({"expert_model_parallel_size": 2}).problems(12, SHAPE)
+    assert problem == "--expert-model-parallel-size is 2, but the model has no experts; leave it out"

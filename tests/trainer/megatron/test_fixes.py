@@ -65,6 +65,26 @@ def test_gradients_in_several_buckets_can_be_saved_only_with_the_fix(
     assert is_right is fixed, "the fix is no longer needed" if not fixed else "weights came back changed"
 
 
+def test_an_optimizer_without_parameters_counts_the_steps_of_the_others(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder("glm4_moe", tied=False)
+    trainer = make_trainer(folder)
+    trainer.train(make_batch([9, 4]))
+    optimizer = trainer._policy.optimizer
+    dense, experts = optimizer.chained_optimizers
+    for group in experts.optimizer.param_groups:
+        group["params"] = []  # as on a pipeline stage without experts
+    experts.optimizer.state.clear()
+    assert [group["step"] for group in experts.state_dict()["optimizer"]["param_groups"]] == [0]
+    assert {group["step"] for group in dense.state_dict()["optimizer"]["param_groups"]} == {1}
+    model = trainer._policy.module.sharded_state_dict()
+    experts.sharded_param_state_fully_reshardable = lambda *_, **__: {}
+    dense.sharded_param_state_fully_reshardable = lambda *_, **__: {}
+    state = optimizer.sharded_state_dict(
+        model, metadata={"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    )
+    assert {group["step"] for part in state.values() for group in part["optimizer"]["param_groups"]} == {1}
+
+
 def test_applying_twice_changes_nothing():
     fixes.apply()
     once = DistributedOptimizer.state_dict

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
 
@@ -20,6 +20,7 @@ def apply() -> None:
     bind_missing_te_names()
     fix_torch_adamw_checkpoints()
     fix_checkpoints_of_several_buckets()
+    fix_checkpoints_of_stages_without_experts()
 
 
 def bind_missing_te_names() -> None:
@@ -34,7 +35,8 @@ def fix_torch_adamw_checkpoints() -> None:
 
     Faults: (1) a fresh optimizer has no 'step', and state_dict asserts it; (2) load_state_dict gives all parameters
     one shared step tensor, so that a step advances it once per parameter: silently wrong Adam; (3) fully_reshardable
-    loading looks for a 'step' it never saved; (4) loading writes into leaf parameters outside no_grad.
+    loading looks for a 'step' it never saved; (4) loading writes into leaf parameters outside no_grad; (5) without any
+    parameter, as the experts' optimizer on a pipeline stage of dense layers, there is no 'step' to be found either.
     """
     cls = DistributedOptimizer
     if not USING_PYTORCH_OPTIMIZER or hasattr(cls.state_dict, _MARK):
@@ -43,6 +45,9 @@ def fix_torch_adamw_checkpoints() -> None:
     original_set = cls._set_main_param_and_optimizer_states
 
     def state_dict(self: Any) -> Any:
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            groups = [{**group, "step": 0.0} for group in self.optimizer.state_dict()["param_groups"]]
+            return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if "step" not in self.optimizer.state[p]:
@@ -106,3 +111,28 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         parameter: (start - shifts[bucket], stop - shifts[bucket], bucket)
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
     }
+
+
+def fix_checkpoints_of_stages_without_experts() -> None:
+    """Checkpoints where the experts' optimizer has parameters on some pipeline stages only: leading layers are dense.
+
+    Fault: what is saved of it is the first stage's word, which does not know how many steps the others took.
+    """
+    cls = ChainedOptimizer
+    if not USING_PYTORCH_OPTIMIZER or hasattr(cls.sharded_state_dict, _MARK):
+        return
+    original = cls.sharded_state_dict
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        if len(self.chained_optimizers) > 1 and all(
+            isinstance(o, DistributedOptimizer) for o in self.chained_optimizers
+        ):
+            groups = [group for part in state.values() for group in part["optimizer"]["param_groups"]]
+            step = max(group["step"] for group in groups)  # the same everywhere, but 0 where there is no parameter
+            for group in groups:
+                group["step"] = step
+        return state
+
+    setattr(sharded_state_dict, _MARK, True)
+    cls.sharded_state_dict = sharded_state_dict
