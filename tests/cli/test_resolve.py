@@ -80,11 +80,9 @@ def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
 @pytest.mark.parametrize(
     "words",
     [
-        ["--virtual-pipeline-model-parallel-size", "2"],
         ["--expert-model-parallel-size", "2"],
-        ["--pipeline-model-parallel-layout", "E|t|L"],
         ["--cp-comm-type", "p2p"],
-        ["--overlap-p2p-communication"],
+        ["--overlap-p2p-communication-warmup-flush"],
         ["--fp16"],
         ["--hidden-dropout", "0.1"],
     ],
@@ -92,6 +90,23 @@ def test_a_model_flag_that_contradicts_the_checkpoint_is_a_problem(
 def test_what_the_trainer_cannot_do_is_refused_before_it_starts(argv: list[str], words: list[str]) -> None:
     problems = problems_of([*argv, *words])
     assert len(problems) == 1 and problems[0].startswith(words[0].replace("communication", "comm") + " is ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "give --pipeline-model-parallel-size, too"),
+        (["--num-layers-per-virtual-pipeline-stage", "1"], "give --pipeline-model-parallel-size, too"),
+        (["--decoder-first-pipeline-num-layers", "1"], "give --pipeline-model-parallel-size, too"),
+        (["--pipeline-model-parallel-layout", "EttL"], "give --pipeline-model-parallel-size, too"),
+        (["--overlap-p2p-communication"], "only virtual stages can overlap"),
+    ],
+)
+def test_stages_that_are_not_possible_are_refused_before_it_starts(
+    argv: list[str], words: list[str], sentence: str
+) -> None:
+    [problem] = problems_of([*argv, *words])
+    assert sentence in problem
 
 
 def test_ranks_that_a_layout_needs_are_asked_for_before_it_starts(argv: list[str]) -> None:

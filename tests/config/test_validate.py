@@ -51,7 +51,7 @@ def problems(config: Config, **facts: Any) -> list[str]:
         "reward_names": ("exact_match", "math"),
         "shape": SHAPE,
         "megatron_limits": {
-            "virtual_pipeline_model_parallel_size": (None, "why"),
+            "tp_comm_overlap": (False, "why"),
         },
         "max_position_embeddings": 64,
         "metric_problem": name_problem,
@@ -172,8 +172,8 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
         (
-            {"megatron": {"lr": 1e-6, "virtual_pipeline_model_parallel_size": 2}},
-            "--virtual-pipeline-model-parallel-size is 2, but this version can only do None: why",
+            {"megatron": {"lr": 1e-6, "tp_comm_overlap": True}},
+            "--tp-comm-overlap is True, but this version can only do False: why",
         ),
         (
             {"megatron": {"lr": 1e-6, "expert_model_parallel_size": 2}},

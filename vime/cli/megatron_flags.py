@@ -39,6 +39,9 @@ ALIASES: dict[str, tuple[str, Any]] = {
     "no-rope-fusion": ("apply_rope_fusion", False),
     "no-bias-swiglu-fusion": ("bias_activation_fusion", False),
     "no-bias-gelu-fusion": ("bias_activation_fusion", False),
+    "num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_model_parallel_size", ...),
+    "decoder-first-pipeline-num-layers": ("num_layers_in_first_pipeline_stage", ...),
+    "decoder-last-pipeline-num-layers": ("num_layers_in_last_pipeline_stage", ...),
     "overlap-p2p-communication": ("overlap_p2p_comm", True),
     "no-overlap-p2p-communication": ("overlap_p2p_comm", False),
     "recompute-activations": ("recompute_granularity", "selective"),
@@ -60,6 +63,11 @@ CHECKPOINT_ONLY: dict[str, tuple[str, str, Any, str]] = {
 TRAINER_ONLY = {
     # Megatron-LM's name of what is no field of megatron-core's, but which vime's trainer reads: (key, kind, help)
     "make-vocab-size-divisible-by": ("make_vocab_size_divisible_by", "int", "pad the embedding's rows to a multiple"),
+    "num-layers-per-virtual-pipeline-stage": (
+        "num_layers_per_virtual_pipeline_stage",
+        "int",
+        "layers of each virtual stage: --num-virtual-stages-per-pipeline-rank said the other way round",
+    ),
 }
 
 _FIXED = {

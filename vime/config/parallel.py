@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from vime.config.stages import Stages, stages_of
 from vime.errors import ConfigError
 
 
@@ -22,6 +23,7 @@ class ParallelSizes:
     data-parallel ranks of a stage anew, for the experts alone."""
     expert_tensor: int = 1
     """Ranks that hold different parts of each expert."""
+    stages: Stages = field(default_factory=Stages)
 
     @property
     def model(self) -> int:
@@ -70,11 +72,7 @@ class ParallelSizes:
                     f"--tensor-model-parallel-size is {self.tensor}, which does not divide the model's "
                     f"{shape[name]} {meaning}"
                 )
-        if shape.get("num_layers", 0) % self.pipeline:
-            yield (
-                f"--pipeline-model-parallel-size is {self.pipeline}, which does not divide the model's "
-                f"{shape['num_layers']} layers"
-            )
+        yield from self.stages.problems(shape.get("num_layers"))
         if shape.get("num_moe_experts"):
             yield from self._expert_problems(world_size, shape, on_cpu=on_cpu)
         elif shape and self.expert > 1:
@@ -138,4 +136,5 @@ def parallel_sizes(megatron: Mapping[str, Any]) -> ParallelSizes:
         expert=size("expert_model_parallel_size"),
         # Megatron's default: experts are cut as everything else is.
         expert_tensor=size("tensor_model_parallel_size" if cut_like_the_rest else "expert_tensor_parallel_size"),
+        stages=stages_of(megatron, size("pipeline_model_parallel_size")),
     )

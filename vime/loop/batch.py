@@ -181,6 +181,7 @@ def _plan(
         max_tokens=None if limit is None else limit * sizes.context,
         micro_batch_size=train.micro_batch_size,
         costs=costs,
+        multiple=sizes.stages.micro_batch_multiple,
     )
 
 

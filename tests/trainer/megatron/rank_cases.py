@@ -86,7 +86,7 @@ def break_it(trainer, rank, broken_rank, batch):
     errors = []
     hook = None
     if rank == broken_rank:
-        parameter = next(iter(trainer._policy.module.decoder.layers[0].parameters()))
+        parameter = next(iter(trainer._policy.chunks[0].decoder.layers[0].parameters()))
         hook = parameter.register_hook(lambda grad: grad * float("nan"))
     for spoil in (False, True):
         if spoil:

@@ -30,7 +30,7 @@ def test_training_offloads_resumes_and_learns(model_folder, make_trainer, make_b
     trainer = make_trainer(folder, **sft)
     losses = [trainer.train(batch)["train/loss"]]
     before = torch.cuda.memory_allocated()
-    weights = sum(p.numel() * p.element_size() for p in trainer._policy.module.parameters())
+    weights = sum(p.numel() * p.element_size() for p in trainer._policy.chunks[0].parameters())
     trainer.offload()
     assert before - torch.cuda.memory_allocated() > 3 * weights  # gradients and optimizer state leave too
     trainer.onload()

@@ -53,7 +53,7 @@ def test_gradients_in_several_buckets_can_be_saved_only_with_the_fix(
     folder, _ = model_folder(tied=False)
     buckets = {"overlap_grad_reduce": True, "bucket_size": 3000, "make_vocab_size_divisible_by": 7}
     trainer = make_trainer(folder, megatron={"lr": 1e-2, **buckets})
-    assert len(trainer._policy.ddp.buffers[0].buckets) > 3
+    assert len(trainer._policy.ddps[0].buffers[0].buckets) > 3
     trainer.train(make_batch([9, 4]))
     want = {name: tensor.clone() for name, tensor in trainer._hf_tensors()}
     if not fixed:
@@ -76,7 +76,7 @@ def test_an_optimizer_without_parameters_counts_the_steps_of_the_others(model_fo
     experts.optimizer.state.clear()
     assert [group["step"] for group in experts.state_dict()["optimizer"]["param_groups"]] == [0]
     assert {group["step"] for group in dense.state_dict()["optimizer"]["param_groups"]} == {1}
-    model = trainer._policy.module.sharded_state_dict()
+    model = trainer._policy.chunks[0].sharded_state_dict()
     experts.sharded_param_state_fully_reshardable = lambda *_, **__: {}
     dense.sharded_param_state_fully_reshardable = lambda *_, **__: {}
     state = optimizer.sharded_state_dict(

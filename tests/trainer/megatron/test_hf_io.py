@@ -36,7 +36,7 @@ def test_a_padded_vocabulary_comes_back_unpadded_and_changes_no_log_prob(
     batch = make_batch([9, 5])
     want = make_trainer(folder).log_probs(batch)
     trainer = make_trainer(folder, megatron={"make_vocab_size_divisible_by": 64})
-    assert trainer._policy.module.output_layer.weight.shape[0] == 64
+    assert trainer._policy.chunks[0].output_layer.weight.shape[0] == 64
     assert (trainer.log_probs(batch)[1:9] == want[1:9]).all()
     trainer.train(batch)
     trainer.export_hf(tmp_path / "out")

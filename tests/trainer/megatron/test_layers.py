@@ -77,7 +77,7 @@ def test_norms_on_the_cpu_round_where_transformers_rounds(make_trainer, model_fo
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     folder, _ = model_folder(dtype=dtype)
-    ours = make_trainer(folder)._policy.module.decoder.final_layernorm
+    ours = make_trainer(folder)._policy.chunks[0].decoder.final_layernorm
     assert isinstance(ours, RMSNorm)
     x, weight = torch.randn(100, 48).to(dtype), torch.randn(48).to(dtype)
     theirs = LlamaRMSNorm(48, eps=ours.eps).to(dtype)

@@ -20,7 +20,7 @@ def weights_of(trainer):
 
 
 def gradient_of(trainer):
-    return torch.cat([p.main_grad.flatten() for p in trainer._policy.module.parameters()]).clone()
+    return torch.cat([p.main_grad.flatten() for p in trainer._policy.chunks[0].parameters()]).clone()
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)])
@@ -192,7 +192,7 @@ def test_a_token_outside_the_vocabulary_is_named(model_folder, make_trainer, mak
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(model_folder, make_trainer, make_batch):
     folder, _ = model_folder()
     trainer = make_trainer(folder)
-    norm = trainer._policy.module.decoder.final_layernorm.weight
+    norm = trainer._policy.chunks[0].decoder.final_layernorm.weight
     hook = norm.register_hook(lambda grad: grad * float("nan"))
     before = weights_of(trainer)
     with pytest.raises(TrainingError, match="gradient is not finite on rank 0, rollout 7, step 0"):

@@ -55,7 +55,8 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
     if with_optimizer and same_layout:
         wanted["random"] = _random_object(None)
     state = dist_checkpointing.load(wanted, str(path))
-    policy.ddp.module.load_state_dict(state["model"])
+    for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
+        ddp.module.load_state_dict(state[key])
     if with_optimizer:
         with _own_settings(policy.optimizer):
             policy.optimizer.load_state_dict(state["optimizer"])
@@ -83,16 +84,23 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
-    state: dict[str, Any] = {"model": policy.ddp.module.sharded_state_dict(metadata=metadata)}
+    state: dict[str, Any] = {
+        key: ddp.module.sharded_state_dict(metadata=metadata)
+        for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True)
+    }
     if with_optimizer:
-        state["optimizer"] = policy.optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
+        models = dict(state) if len(policy.ddps) > 1 else state["model"]
+        state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         if not is_loading:
             state["scheduler"] = policy.scheduler.state_dict()
             state["random"] = _random_object(_random_state())
             state["layout"] = _layout()
     return state
+
+
+def _model_keys(policy: Policy) -> list[str]:
+    """Where a state has each model chunk; the names in the files do not depend on it."""
+    return ["model"] if len(policy.ddps) == 1 else [f"model{i}" for i in range(len(policy.ddps))]
 
 
 def _layout() -> dict[str, int]:

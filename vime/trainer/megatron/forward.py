@@ -6,6 +6,7 @@ T tokens of a batch, P wanted tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ NOT_A_NUMBER = np.float32("nan")
 
 
 def shared_log_probs(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     tokens: npt.NDArray[np.int32],
     cu_seqlens: npt.NDArray[np.int64],
     micro_batches: Sequence[Sequence[int]],
@@ -42,16 +43,18 @@ def shared_log_probs(
     """[T] log-probs on every rank, of what each computed of its own micro-batches; NaN where not wanted. Collective.
 
     Args:
+        chunks: of the model, one for each pipeline stage of this rank.
         tokens, cu_seqlens: of the whole batch, equal on all ranks.
         micro_batches: this data-parallel rank's; sample numbers.
         wanted: [T] True where a log-prob is wanted.
         layout, temperature: as `pack` takes them.
         counts: False on all but one data-parallel rank where all have the same micro-batches.
     """
+    micro_batches = filled_up(micro_batches, layout.group)
     packed = (
         pack(tokens, cu_seqlens, samples, wanted, layout=layout, temperature=temperature) for samples in micro_batches
     )
-    log_probs, places = forward_log_probs(model, packed, len(micro_batches))
+    log_probs, places = forward_log_probs(chunks, packed, len(micro_batches))
     return share(log_probs, places, wanted, counts=counts)
 
 
@@ -72,23 +75,34 @@ def share(
     return np.where(wanted, out, NOT_A_NUMBER)
 
 
-def repack(batch: TrainBatch, model: ModelSettings, *, dp_size: int, max_tokens: int) -> StepPlan:
+def repack(batch: TrainBatch, model: ModelSettings, *, dp_size: int, max_tokens: int, multiple: int) -> StepPlan:
     """All samples of a batch in micro-batches of another size: without gradients, more tokens fit.
 
-    Returns: [dp_rank][micro_batch] -> samples, as many micro-batches on each rank.
+    Returns: [dp_rank][micro_batch] -> samples, as many micro-batches on each rank, a multiple of `multiple`.
     """
     lengths = batch.lengths.tolist()
     costs = sample_flops(model, lengths, [length - 1 for length in lengths])
     everything = range(len(lengths))
     (plan,) = plan_steps(
-        lengths, everything, global_batch_size=len(lengths), dp_size=dp_size, max_tokens=max_tokens, costs=costs
+        lengths,
+        everything,
+        global_batch_size=len(lengths),
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        costs=costs,
+        multiple=multiple,
     )
     return plan
 
 
+def filled_up(micro_batches: Sequence[Sequence[int]], multiple: int) -> list[Sequence[int]]:
+    """Micro-batches of a number that virtual stages can take, the last of them empty where need be."""
+    return [*micro_batches, *[()] * (-len(micro_batches) % multiple)]
+
+
 @torch.no_grad()
 def forward_log_probs(
-    model: torch.nn.Module, micro_batches: Iterator[MicroBatch], num_micro_batches: int
+    chunks: Sequence[torch.nn.Module], micro_batches: Iterator[MicroBatch], num_micro_batches: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Log-probs of the wanted tokens, and their places. Collective over the ranks that share these micro-batches.
 
@@ -111,7 +125,7 @@ def forward_log_probs(
         return output, keep
 
     if num_micro_batches:
-        run_schedule(forward, micro_batches, model, num_micro_batches, forward_only=True)
+        run_schedule(forward, micro_batches, chunks, num_micro_batches, forward_only=True)
     if not results:
         return np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
     return torch.cat(results).cpu().numpy(), np.concatenate(places)
@@ -120,16 +134,19 @@ def forward_log_probs(
 def run_schedule(
     forward: Callable[..., Any],
     micro_batches: Iterator[MicroBatch],
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     num_micro_batches: int,
     *,
     forward_only: bool,
 ) -> None:
-    """Megatron's schedule for this layout: micro-batches one by one, or one forward, one backward over stages."""
+    """Megatron's schedule for this layout: micro-batches one by one, or one forward, one backward over stages.
+
+    Each chunk works through all micro-batches, made when the first of them asks.
+    """
     get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=micro_batches,
-        model=[model],
+        data_iterator=list(tee(micro_batches, len(chunks))) if len(chunks) > 1 else micro_batches,
+        model=list(chunks),
         num_microbatches=num_micro_batches,
         seq_length=1,  # stages tell each other the real one
         micro_batch_size=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelSettings) -> None:
+def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, names: NameMap, model: ModelSettings) -> None:
     """Fill this rank's part of a Megatron model from safetensors, one tensor in memory at a time.
 
     A padded vocabulary's extra rows become zero.
 
+    Args: chunks: the rank's, one for each of its pipeline stages.
     Raises: ConfigError naming the tensors that are missing, unexpected or of another shape.
     """
     files = _tensor_files(folder)
@@ -55,7 +56,7 @@ def load_hf(module: torch.nn.Module, folder: Path, names: NameMap, model: ModelS
         raise ConfigError(problems)
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(files.values()))}
-        for name, parameter in shards.named_parameters(module, tied=model.tie_word_embeddings):
+        for name, parameter in shards.named_parameters(chunks, tied=model.tie_word_embeddings):
             entry = shards.own_names(names.to_hf(name))
             stored = [opened[files[n]].get_slice(n) for n in entry.hf]
             cut = shards.cut_of(parameter, entry.kind)

@@ -301,8 +301,11 @@ def layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     )
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This pipeline stage's decoder layers, and the final norm for the last stage."""
-    first = get_transformer_layer_offset(config)
-    mine = [layer_spec(config, first + i) for i in range(get_num_layers_to_build(config))]
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """This pipeline stage's decoder layers, and the final norm for the last stage.
+
+    Args: vp_stage: which of this rank's virtual stages; None where it has one stage.
+    """
+    first = get_transformer_layer_offset(config, vp_stage)
+    mine = [layer_spec(config, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=mine, layer_norm=RMSNorm)

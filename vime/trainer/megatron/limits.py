@@ -17,7 +17,6 @@ NO_FUSIONS = (
     "moe_permute_fusion",
     "moe_router_fusion",
 )
-_EVEN_STAGES = "every pipeline stage has the same number of layers"
 _NO_EXPERTS = "the checkpoint's model has no experts"
 _NO_BALANCING = (
     "megatron-core scales losses of the router by token counts, for gradients that are divided by them; here the loss "
@@ -28,29 +27,17 @@ _CHECKPOINT_SAYS = "the checkpoint decides, and has none"
 _CONTEXT = "context-parallel ranks split sequences in zigzag and gather keys and values"
 # Field -> the only value that works today, and what to say of it.
 FIXED: dict[str, tuple[Any, str]] = {
-    "virtual_pipeline_model_parallel_size": (
-        None,
-        "each rank trains one stage; megatron-core's default communication of interleaved stages gives wrong gradients",
+    "overlap_p2p_comm_warmup_flush": (
+        False,
+        "stages wait for each other for ever where they tell each other how long micro-batches are",
     ),
-    **{
-        name: (None, _EVEN_STAGES)
-        for name in (
-            "pipeline_model_parallel_layout",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        )
-    },
-    **{
-        name: (False, _EVEN_STAGES)
-        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    },
-    "overlap_p2p_comm": (False, "only interleaved stages can overlap their communication"),
-    "overlap_p2p_comm_warmup_flush": (False, "only interleaved stages can overlap their communication"),
-    "microbatch_group_size_per_vp_stage": (None, "each rank trains one stage"),
-    "batch_p2p_comm": (True, "untried"),
     "pipeline_model_parallel_comm_backend": (None, "stages use the platform's collective backend"),
-    "num_microbatches_with_partial_activation_checkpoints": (None, "untried; --recompute-granularity is for all"),
-    "overlap_param_gather_with_optimizer_step": (False, "it needs interleaved stages"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        None,
+        "megatron-core's schedules hand it to the model, and none of its layers reads it; --recompute-granularity is "
+        "for all micro-batches",
+    ),
+    "overlap_param_gather_with_optimizer_step": (False, "it needs --overlap-param-gather"),
     "delay_wgrad_compute": (False, "it needs transformer-engine"),
     "cross_entropy_loss_fusion": (False, "the head computes log-probs itself, chunk by chunk"),
     "enable_autocast": (False, "use --bf16"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +33,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     A stage before the last gives its hidden states. Positions come with the micro-batch (RoPE is applied in attention),
     so GPTModel builds none. Set `entropy_grad` when the entropy is part of the loss.
+
+    Args: chunk: number of this rank's virtual stage.
     """
 
-    def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int) -> None:
+    def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int, chunk: int = 0) -> None:
+        vp_stage = chunk if parallel.num_virtual_stages() > 1 else None
         super().__init__(
             settings.transformer,
-            block_spec(settings.transformer),
+            block_spec(settings.transformer, vp_stage),
             settings.padded_vocab_size,
             model.max_position_embeddings,
-            pre_process=parallel.is_first_stage(),
-            post_process=parallel.is_last_stage(),
+            pre_process=parallel.is_first_stage(chunk),
+            post_process=parallel.is_last_stage(chunk),
             position_embedding_type="none",
             share_embeddings_and_output_weights=model.tie_word_embeddings,
+            vp_stage=vp_stage,
         )
         self.chunk_size, self.entropy_grad = chunk_size, False
         local_rows = settings.padded_vocab_size // parallel.tp_size()
@@ -81,16 +85,20 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 class Policy:
     """The trained model and what trains it."""
 
-    module: PolicyModel
-    """Weights and names; forward goes through `ddp`."""
-    ddp: DistributedDataParallel
+    chunks: Sequence[PolicyModel]
+    """Weights and names, one for each virtual pipeline stage of this rank; forward goes through `ddps`."""
+    ddps: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
     @property
     def has_distributed_optimizer(self) -> bool:
         """Whether data-parallel ranks share the optimizer's state among them."""
-        return bool(self.ddp.ddp_config.use_distributed_optimizer)
+        return bool(self.ddps[0].ddp_config.use_distributed_optimizer)
+
+    def grad_buffers(self) -> list[Tensor]:
+        """What gradients are summed up in."""
+        return [b.grad_data for ddp in self.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
     def optimizer_tensors(self) -> list[Tensor]:
         """The state of the torch optimizers that Megatron's wraps: moments and step counts."""
@@ -99,26 +107,33 @@ class Policy:
         return [value for state in states for value in state.values() if torch.is_tensor(value)]
 
 
-def build_module(
+def build_chunks(
     model: ModelSettings,
     settings: MegatronSettings,
     *,
     chunk_size: int,
-    provider: Callable[[Callable[[], PolicyModel]], PolicyModel] = lambda build: build(),
-) -> tuple[PolicyModel, torch.nn.Module]:
-    """A model with fresh weights on the current device: itself, and its wrapper for the dtype it computes in.
+    provider: Callable[[int, Callable[[], PolicyModel]], PolicyModel] = lambda chunk, build: build(),
+) -> tuple[list[PolicyModel], list[torch.nn.Module]]:
+    """This rank's part of a model, with fresh weights on the current device: one chunk for each of its stages.
 
-    Args: provider: makes the model, given a function that makes the usual one.
+    Args: provider: makes a chunk, given its number and a function that makes the usual one.
+    Returns: the chunks, and their wrappers for the dtype they compute in.
     """
-    module = provider(lambda: PolicyModel(model, settings, chunk_size=chunk_size)).cuda()
-    wrapped = Float16Module(settings.transformer, module) if settings.transformer.bf16 else module
-    keep_router_bias_in_float32(module)
-    return module, wrapped
+
+    def build(chunk: int) -> PolicyModel:
+        return provider(chunk, lambda: PolicyModel(model, settings, chunk_size=chunk_size, chunk=chunk))
+
+    chunks: list[PolicyModel] = [build(chunk).cuda() for chunk in range(parallel.num_virtual_stages())]
+    config = settings.transformer
+    wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    for chunk in chunks:
+        keep_router_bias_in_float32(chunk)
+    return chunks, wrapped
 
 
 def build_policy(
-    module: PolicyModel,
-    wrapped: torch.nn.Module,
+    chunks: Sequence[PolicyModel],
+    wrapped: Sequence[torch.nn.Module],
     settings: MegatronSettings,
     train: TrainConfig,
     *,
@@ -130,13 +145,17 @@ def build_policy(
 
     Args: total_steps: optimizer steps of the whole run; the schedule's length unless --lr-decay-iters says otherwise.
     """
-    ddp = DistributedDataParallel(settings.transformer, settings.ddp, wrapped)
-    optimizer = get_megatron_optimizer(settings.optimizer, [ddp], use_gloo_process_groups=False)
+    # One bucket for a later chunk: its reduction overlaps with the work of the chunks before it as it is.
+    ddps = [
+        DistributedDataParallel(settings.transformer, settings.ddp, module, disable_bucketing=number > 0)
+        for number, module in enumerate(wrapped)
+    ]
+    optimizer = get_megatron_optimizer(settings.optimizer, ddps, use_gloo_process_groups=False)
     # The schedules read these from the transformer config.
     settings.transformer.finalize_model_grads_func = None
     settings.transformer.grad_scale_func = optimizer.scale_loss
-    settings.transformer.no_sync_func = ddp.no_sync
-    return Policy(module, ddp, optimizer, _scheduler(optimizer, settings, train, total_steps))
+    settings.transformer.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    return Policy(chunks, ddps, optimizer, _scheduler(optimizer, settings, train, total_steps))
 
 
 def _scheduler(

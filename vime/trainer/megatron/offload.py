@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,13 +55,11 @@ class Offloader:
 
 
 def device_tensors(
-    policy: Policy, reference: torch.nn.Module | None, device_type: str
+    policy: Policy, reference: Sequence[torch.nn.Module], device_type: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What fills the device between steps: tensors whose contents count, and gradients, whose do not."""
-    keep: list[Tensor] = [*policy.module.parameters(), *policy.module.buffers()]
+    modules: list[torch.nn.Module] = [*policy.chunks, *reference]
+    keep: list[Tensor] = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     keep += policy.optimizer.get_parameters()
     keep += policy.optimizer_tensors()
-    if reference is not None:
-        keep += [*reference.parameters(), *reference.buffers()]
-    drop = [b.grad_data for b in (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)]
-    return [t for t in keep if t.device.type == device_type], drop
+    return [t for t in keep if t.device.type == device_type], policy.grad_buffers()

@@ -73,6 +73,8 @@ class Layout:
     """Context-parallel ranks: each has two chunks of every sequence."""
     multiple: int = 1
     """T is padded to a multiple of this: the tensor-parallel size where sequence parallel splits T over its ranks."""
+    group: int = 1
+    """Micro-batches come in multiples of this: virtual pipeline stages take so many in a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ def start(
     timeout_minutes: int,
     seed: int,
     sizes: ParallelSizes = ParallelSizes(),  # noqa: B008 - frozen
+    virtual_stages: int | None = None,
 ) -> None:
     """Join the other ranks.
 
@@ -36,6 +37,7 @@ def start(
             tensor-parallel ranks draw differently, data- and context-parallel ranks alike; experts have a stream of
             their own, different on ranks that hold different parts of them.
         sizes: of the parallel dimensions.
+        virtual_stages: pipeline stages that each rank has, if more than one.
     """
     if dist.is_initialized():
         raise RuntimeError("this process already belongs to a trainer; close it first")
@@ -45,6 +47,7 @@ def start(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
@@ -143,14 +146,19 @@ def etp_size() -> int:
     return int(parallel_state.get_expert_tensor_parallel_world_size())
 
 
-def is_first_stage() -> bool:
-    """Whether this rank holds the embedding."""
-    return pp_rank() == 0
+def num_virtual_stages() -> int:
+    """Pipeline stages that each rank has, each a model chunk of its own."""
+    return int(parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1)
 
 
-def is_last_stage() -> bool:
-    """Whether this rank holds the head, and so computes log-probs and losses."""
-    return pp_rank() == pp_size() - 1
+def is_first_stage(chunk: int = 0) -> bool:
+    """Whether this rank's model chunk of that number holds the embedding."""
+    return pp_rank() == 0 and chunk == 0
+
+
+def is_last_stage(chunk: int = -1) -> bool:
+    """Whether this rank's model chunk, by default its last, holds the head: it computes log-probs and losses."""
+    return pp_rank() == pp_size() - 1 and chunk in (-1, num_virtual_stages() - 1)
 
 
 def counts() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,16 +16,16 @@ def build_reference(
     folder: Path,
     policy: ModelSettings,
     names: NameMap,
-    build: Callable[[ModelSettings], tuple[torch.nn.Module, torch.nn.Module]],
+    build: Callable[[ModelSettings], tuple[Sequence[torch.nn.Module], Sequence[torch.nn.Module]]],
     *,
     policy_folder: Path,
-) -> torch.nn.Module:
-    """The model of an HF checkpoint, wrapped for the dtype it computes in.
+) -> list[torch.nn.Module]:
+    """The model of an HF checkpoint, chunk by chunk, wrapped for the dtype it computes in.
 
     Args:
         folder: the checkpoint.
         policy, names: of the policy, whose architecture it must have.
-        build: settings -> a module with fresh weights, and its wrapper.
+        build: settings -> this rank's chunks with fresh weights, and their wrappers.
         policy_folder: named in errors.
     Raises: ConfigError if it is of another architecture or vocabulary.
     """
@@ -36,9 +36,9 @@ def build_reference(
         )
     if _computation(settings) != _computation(policy):
         raise ConfigError(f"--ref-load {folder} has another architecture than {policy_folder}")
-    module, wrapped = build(settings)
-    hf_io.load_hf(module, folder, names, settings)
-    return wrapped.requires_grad_(False).eval()
+    chunks, wrapped = build(settings)
+    hf_io.load_hf(chunks, folder, names, settings)
+    return [module.requires_grad_(False).eval() for module in wrapped]
 
 
 def _computation(model: ModelSettings) -> tuple[object, ...]:

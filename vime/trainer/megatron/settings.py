@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from vime.config import stages
 from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.models import ModelSettings
@@ -62,6 +63,8 @@ def megatron_settings(
     problems = _pop_checkpoint_facts(model, rest)
     sizes = parallel_sizes(overrides)
     problems += sizes.problems(world_size, model.transformer, on_cpu=device_type == "cpu")
+    for name in (*stages.FIELDS, "overlap_p2p_comm", "batch_p2p_comm"):
+        rest.pop(name, None)  # read by `sizes`
     multiple = rest.pop("make_vocab_size_divisible_by", 1) * sizes.tensor
     dtype = _dtype(model, rest, problems)
     bf16 = dtype == torch.bfloat16
@@ -94,6 +97,7 @@ def megatron_settings(
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         **({name: EXPERTS[name][0] for name in _EXPERTS_DIFFER} if has_experts else {}),
+        **_pipeline(sizes.stages.layers(model.transformer["num_layers"]), sizes.pipeline),
         **dict.fromkeys(NO_FUSIONS, False),
         **dict.fromkeys(_COMPILED_FUSIONS, device_type == "cuda"),
         **pick(TransformerConfig),
@@ -107,6 +111,23 @@ def megatron_settings(
         sizes=sizes,
         padded_vocab_size=-(-model.vocab_size // multiple) * multiple,
     )
+
+
+def _pipeline(layers: Sequence[int], ranks: int) -> dict[str, Any]:
+    """What Megatron needs to know of the pipeline stages. Args: layers: of each stage, over all ranks in turn."""
+    if ranks == 1:
+        return {}
+    # One way to say it for all: in another of Megatron's, uneven and interleaved stages on two ranks divide by zero.
+    layout = [["decoder"] * n for n in layers]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    interleaved = len(layers) > ranks
+    return {
+        "pipeline_model_parallel_layout": layout,
+        "virtual_pipeline_model_parallel_size": len(layers) // ranks if interleaved else None,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def _known(name: str, known: Mapping[type, set[str]]) -> bool:

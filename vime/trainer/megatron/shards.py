@@ -46,17 +46,19 @@ class Cut:
     parts: int
 
 
-def named_parameters(module: torch.nn.Module, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+def named_parameters(chunks: Sequence[torch.nn.Module], *, tied: bool) -> Iterator[tuple[str, Tensor]]:
     """This rank's parameters by the name they have in the whole model, layers counted over all stages.
 
     The last of several stages has a copy of a tied embedding as its head; it comes under the embedding's name. Routers'
     expert biases, which the optimizer does not know, are among them.
     """
-    layers = {i: layer.layer_number - 1 for i, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr, arg-type]
-    biases = ((n, b) for n, b in module.named_buffers() if n.endswith(".router.expert_bias"))
-    for name, tensor in (*module.named_parameters(), *biases):
-        name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])]}.", name)
-        yield VOCABULARY[0] if tied and name == VOCABULARY[1] else name, tensor
+    for chunk in chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith(".router.expert_bias"))
+        for name, tensor in (*chunk.named_parameters(), *biases):
+            if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
+                name = f"decoder.layers.{numbers[int(layer[1])]}.{name[layer.end() :]}"
+            yield VOCABULARY[0] if tied and name == VOCABULARY[1] else name, tensor
 
 
 def cut_of(parameter: Tensor, kind: Kind) -> Cut | None:
@@ -81,11 +83,11 @@ def own_names(entry: Names) -> Names:
     return replace(entry, hf=entry.hf[index * count : (index + 1) * count])
 
 
-def homes(module: torch.nn.Module, names: NameMap, model: ModelSettings) -> dict[str, Home]:
+def homes(chunks: Sequence[torch.nn.Module], names: NameMap, model: ModelSettings) -> dict[str, Home]:
     """The home of every Megatron tensor of the whole model. Collective."""
     mine = {}
     holders = _holders_of_experts()
-    for name, parameter in named_parameters(module, tied=model.tie_word_embeddings):
+    for name, parameter in named_parameters(chunks, tied=model.tie_word_embeddings):
         entry = names.to_hf(name)
         cut = cut_of(parameter, entry.kind)
         shapes = [list(part.shape) for part in split(parameter.detach(), entry, model)]
@@ -123,7 +125,7 @@ def _holders_of_experts() -> tuple[tuple[int, ...], ...]:
 
 @torch.no_grad()
 def hf_tensors(
-    module: torch.nn.Module, names: NameMap, model: ModelSettings, where: Mapping[str, Home]
+    chunks: Sequence[torch.nn.Module], names: NameMap, model: ModelSettings, where: Mapping[str, Home]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the whole model, in the name table's order: on rank 0 its values, elsewhere its outline.
 
@@ -132,7 +134,7 @@ def hf_tensors(
 
     Args: where: as `homes` gives it.
     """
-    parameters = dict(named_parameters(module, tied=model.tie_word_embeddings))
+    parameters = dict(named_parameters(chunks, tied=model.tie_word_embeddings))
     for name in names.megatron_names():
         home, entry = where[name], names.to_hf(name)
         parts: dict[str, Tensor] = {}

@@ -82,7 +82,8 @@ def train_step(
         own_loss: in the place of the policy loss.
     Raises: TrainingError if a loss or a gradient is not finite; the weights are then unchanged.
     """
-    policy.ddp.zero_grad_buffer()
+    for ddp in policy.ddps:
+        ddp.zero_grad_buffer()
     policy.optimizer.zero_grad()
     results: list[_MicroResult] = []
 
@@ -97,11 +98,11 @@ def train_step(
 
         return output, loss
 
-    run_schedule(forward, micro_batches, policy.ddp, num_micro_batches, forward_only=False)
+    run_schedule(forward, micro_batches, policy.ddps, num_micro_batches, forward_only=False)
     device = torch.device(torch.cuda.current_device())
     sums = _reduce(policy, sum((r.sums for r in results), torch.zeros(len(SUMS), device=device)), where)
     own = {} if own_loss is None else sum_own_metrics(_added([r.own for r in results]), parallel.counts())
-    finalize_model_grads([policy.ddp])  # sums over data- and context-parallel ranks; no divisor, see Settings
+    finalize_model_grads(list(policy.ddps))  # sums over data- and context-parallel ranks; no divisor, see Settings
     grad_norm = _update(policy, where)
     learning_rate = float(policy.optimizer.param_groups[0]["lr"])
     policy.scheduler.step(increment=1)
@@ -230,7 +231,7 @@ def _reduce(policy: Policy, sums: Tensor, where: str) -> dict[str, float]:
     ranks = parallel.world_size()
     bad = torch.zeros(2, ranks, dtype=sums.dtype, device=sums.device)
     bad[0, dist.get_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
-    if not policy.ddp.ddp_config.overlap_grad_reduce:  # which has summed them already
+    if not policy.ddps[0].ddp_config.overlap_grad_reduce:  # which has summed them already
         bad[1, dist.get_rank()] = _has_bad_grads(policy)
     mine = torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0) if parallel.counts() else torch.zeros_like(sums)
     total = parallel.sum_over_ranks(torch.cat([mine, bad.flatten()])).tolist()
@@ -250,8 +251,7 @@ def _reduce(policy: Policy, sums: Tensor, where: str) -> dict[str, float]:
 
 def _has_bad_grads(policy: Policy) -> Tensor:
     """1 if a gradient of this rank is not finite, else 0. A sum shows it and needs no memory of the gradients' size."""
-    buffers = (*policy.ddp.buffers, *policy.ddp.expert_parallel_buffers)
-    total = torch.stack([b.grad_data.sum(dtype=torch.float32) for b in buffers]).sum()
+    total = torch.stack([grads.sum(dtype=torch.float32) for grads in policy.grad_buffers()]).sum()
     return (~torch.isfinite(total)).to(torch.float32)
 
 

@@ -101,6 +101,7 @@ class MegatronTrainer:
             timeout_minutes=config.train.distributed_timeout_minutes,
             seed=config.train.seed,
             sizes=self._settings.sizes,
+            virtual_stages=self._settings.transformer.virtual_pipeline_model_parallel_size,
         )
         self._peak_tflops = platform.peak_tflops(str(self._settings.dtype).removeprefix("torch."))
         try:
@@ -116,17 +117,17 @@ class MegatronTrainer:
     def _build(self, total_steps: int) -> None:
         train = self._config.train
         device = torch.device(torch.cuda.current_device())
-        module, wrapped = self._new_module(self._model)
-        hf_io.load_hf(module, self._source, self._names, self._model)
-        self._homes = shards.homes(module, self._names, self._model)
-        module.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
-        self._policy = model.build_policy(module, wrapped, self._settings, train, total_steps=total_steps)
-        self._forward: torch.nn.Module = wrapped
-        self._reference: torch.nn.Module | None = None
+        chunks, self._forward = self._new_model(self._model)
+        hf_io.load_hf(chunks, self._source, self._names, self._model)
+        self._homes = shards.homes(chunks, self._names, self._model)
+        for chunk in chunks:
+            chunk.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
+        self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
+        self._reference: list[torch.nn.Module] = []
         if self._config.algo.use_kl_loss:
             folder = Path(self._config.checkpoint.ref_load or self._source)
             self._reference = build_reference(
-                folder, self._model, self._names, self._new_module, policy_folder=self._source
+                folder, self._model, self._names, self._new_model, policy_folder=self._source
             )
         self._offloader = offload.Offloader()
         inv_freq, rope_factor = rope.inverse_frequencies(self._model, device)
@@ -136,15 +137,16 @@ class MegatronTrainer:
             cp_rank=parallel.cp_rank(),
             cp_size=parallel.cp_size(),
             multiple=parallel.tp_size() if self._settings.sizes.sequence_parallel else 1,
+            group=self._settings.sizes.stages.micro_batch_multiple,
             dtype=self._settings.dtype,
             padded=not layers.uses_varlen_kernel(
                 self._platform.device_type, self._settings.dtype, self._model.transformer["kv_channels"]
             ),
         )
 
-    def _new_module(self, of: ModelSettings) -> tuple[model.PolicyModel, torch.nn.Module]:
+    def _new_model(self, of: ModelSettings) -> tuple[list[model.PolicyModel], list[torch.nn.Module]]:
         chunk_size = self._config.train.log_probs_chunk_size
-        return model.build_module(of, self._settings, chunk_size=chunk_size, provider=self._hooks.build)
+        return model.build_chunks(of, self._settings, chunk_size=chunk_size, provider=self._hooks.build)
 
     # Log-probs
 
@@ -178,18 +180,23 @@ class MegatronTrainer:
         return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
 
     def _batch_log_probs(
-        self, model: torch.nn.Module, batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
+        self, chunks: list[torch.nn.Module], batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
-        self._hooks.before_log_probs(model, store_prefix)
+        self._hooks.before_log_probs(chunks, store_prefix)
         rank = parallel.dp_rank()
         if limit := self._config.train.log_probs_max_tokens_per_gpu:
-            max_tokens = limit * parallel.cp_size()
-            mine = forward.repack(batch, self._model, dp_size=parallel.dp_size(), max_tokens=max_tokens)[rank]
+            mine = forward.repack(
+                batch,
+                self._model,
+                dp_size=parallel.dp_size(),
+                max_tokens=limit * parallel.cp_size(),
+                multiple=self._layout.group,
+            )[rank]
         else:
             mine = tuple(micro for step in batch.steps for micro in step[rank])
         return forward.shared_log_probs(
-            model,
+            chunks,
             batch.tokens,
             batch.cu_seqlens,
             mine,
@@ -224,7 +231,7 @@ class MegatronTrainer:
         if policy_loss and (len(batch.steps) > 1 or self._hooks.reads_old_log_probs):
             with self._timed(metrics, "log_probs"):
                 old = self._batch_log_probs(self._forward, batch, mask)
-        if self._reference is not None:
+        if self._reference:
             with self._timed(metrics, "ref_log_probs"):
                 reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
         batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
@@ -264,7 +271,7 @@ class MegatronTrainer:
         self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
     ) -> train_step.StepResult:
         self._hooks.before_train_step(batch.rollout_id, k, self._policy)
-        plan = batch.steps[k][parallel.dp_rank()]
+        plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
         temperature = self._config.rollout.rollout_temperature
         micro_batches = (
             packing.pack(batch.tokens, batch.cu_seqlens, samples, mask, layout=self._layout, temperature=temperature)
@@ -310,7 +317,7 @@ class MegatronTrainer:
         parallel.barrier()
 
     def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return shards.hf_tensors(self._policy.module, self._names, self._model, self._homes)
+        return shards.hf_tensors(self._policy.chunks, self._names, self._model, self._homes)
 
     # Checkpoints and the device
 

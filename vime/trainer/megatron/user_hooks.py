@@ -5,7 +5,7 @@ B samples, T tokens of the batch; P wanted tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,25 +66,28 @@ class TrainerHooks:
         if self.init is not None:
             self.init(self.context)
 
-    def build(self, default: Callable[[], PolicyModel]) -> PolicyModel:
-        """The model, by --custom-model-provider-path if there is one. Raises: HookError if it is no PolicyModel."""
+    def build(self, chunk: int, default: Callable[[], PolicyModel]) -> PolicyModel:
+        """A chunk of the model, by --custom-model-provider-path if there is one.
+
+        Raises: HookError if it is no PolicyModel.
+        """
         if self.model_provider is None:
             return default()
-        stage = (parallel.is_first_stage(), parallel.is_last_stage())
+        stage = (parallel.is_first_stage(chunk), parallel.is_last_stage(chunk))
         module = self.model_provider(self.context, *stage, default)
         if not isinstance(module, PolicyModel):
             raise self.model_provider.refuse(module, "a vime.trainer.megatron.model.PolicyModel")
         return module
 
-    def before_log_probs(self, model: torch.nn.Module, store_prefix: str) -> None:
+    def before_log_probs(self, chunks: Sequence[torch.nn.Module], store_prefix: str) -> None:
         """A forward pass without gradients comes. Args: store_prefix: "" for the policy, "ref_" for the reference."""
         if self.before_log_prob is not None:
-            self.before_log_prob(self.context, model, store_prefix)
+            self.before_log_prob(self.context, _one(chunks), store_prefix)
 
     def before_train_step(self, rollout_id: int, step_id: int, policy: Policy) -> None:
         """An optimizer step comes, the `step_id`-th of this rollout."""
         if self.before_step is not None:
-            self.before_step(self.context, rollout_id, step_id, policy.module, policy.optimizer, policy.scheduler)
+            self.before_step(self.context, rollout_id, step_id, _one(policy.chunks), policy.optimizer, policy.scheduler)
 
     def prepare(self, batch: TrainBatch, **known: npt.NDArray[np.float32] | None) -> tuple[TrainBatch, Metrics]:
         """The batch with the user's advantages and changes, and the metrics of those advantages.
@@ -115,6 +118,11 @@ class TrainerHooks:
         if not isinstance(metrics, Mapping):
             raise self.loss.refuse(metrics, "a dict as metrics")
         return value, {str(name): float(number) for name, number in metrics.items()}
+
+
+def _one(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """The model as users see it: itself, or on ranks of several pipeline stages a ModuleList of their chunks."""
+    return chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
 
 
 def sum_own_metrics(own: Mapping[str, float], counts: bool) -> dict[str, float]:
