@@ -78,3 +78,15 @@ assert frequencies[0] == 1 and (frequencies[1:] < frequencies[:-1]).all() and (f
     root = str(Path(vime.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", program, str(folder)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_experts_dispatcher_still_leaves_split_sizes_in_tensors_on_a_cpu():
+    code = (
+        "import torch; from megatron.core.transformer.moe import moe_utils, token_dispatcher as t; "
+        "from vime.trainer.megatron import cpu_shims, experts; two = torch.ones(2); "
+        "print(type(t.maybe_move_tensor_to_cpu(two, as_numpy=True)).__name__); cpu_shims._split_sizes(); "
+        "print(type(t.maybe_move_tensor_to_cpu(two, as_numpy=True)).__name__)"
+    )
+    env = {"PYTHONPATH": str(Path(vime.__file__).parents[1]), "PATH": ""}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["Tensor", "ndarray"], done.stderr

@@ -60,6 +60,6 @@ def device_tensors(
     """What fills the device between steps: tensors whose contents count, and gradients, whose do not."""
     modules: list[torch.nn.Module] = [*policy.chunks, *reference]
     keep: list[Tensor] = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    keep += policy.optimizer.get_parameters()
+    keep += [p for group in policy.optimizer.param_groups for p in group["params"]]
     keep += policy.optimizer_tensors()
     return [t for t in keep if t.device.type == device_type], policy.grad_buffers()
