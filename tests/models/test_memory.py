@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from tests.models.shapes import GLM_45_AIR, QWEN3_06B, QWEN3_8B, QWEN3_30B, QWEN3_30B_6_LAYERS
+from tests.models.shapes import GLM_45_AIR, QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_30B_6_LAYERS
 from vime.models.activations import Recompute, layer_numbers, stage_numbers, stages_in_flight
 from vime.models.division import Division, model_parameters
-from vime.models.memory import GIB, Engine, Training, engine_cache_tokens, estimate
+from vime.models.memory import GIB, MIB, Engine, Training, engine_cache_tokens, estimate
 
 FULL = Recompute(granularity="full", method="uniform")
 
@@ -125,3 +125,18 @@ def test_an_engine_takes_its_share_and_keeps_what_its_weights_leave():
     assert engine_cache_tokens(QWEN3_8B, small, "bfloat16") < 0
     stated = dataclasses.replace(engine, cache_bytes=GIB)
     assert engine_cache_tokens(QWEN3_8B, stated, "bfloat16") == int(GIB / a_token)
+
+
+def test_an_engine_beside_the_trainer_holds_a_layers_experts_whole_at_a_sync():
+    engine = Engine(device_bytes=139 * GIB, utilization=0.3, tensor=2)
+    division = Division(data=8, expert=8)
+    with_engine = estimate(QWEN3_30B, division, Training(), engine)[0].moments["weight sync"]
+    alone = estimate(QWEN3_30B, division, Training())[0].moments["weight sync"]
+    layer = 2 * 128 * 3 * 768 * 2048
+    assert with_engine - alone == layer + layer // 2 + 512 * MIB
+
+
+def test_a_checkpoint_written_in_the_background_is_copied_to_the_host_once():
+    division = Division(data=4)
+    there, copied = (estimate(QWEN3_4B, division, Training(async_save=x))[0].host_bytes for x in (False, True))
+    assert copied - there == 14 * model_parameters(QWEN3_4B) / 4

@@ -56,6 +56,21 @@ def test_a_recipe_passes_every_check_and_fits_the_machines_that_it_states(recipe
     assert recipe.problems() == []
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_megatron_takes_a_recipes_settings_as_well(recipe: Recipe) -> None:
+    """Its own objects check what belongs together when they are made; no device is needed for that."""
+    from vime.trainer.megatron.settings import megatron_settings
+
+    config, plan = recipe.plan()
+    made = megatron_settings(recipe.model, config.megatron, device_type="cuda", world_size=plan.division.world_size)
+    assert made.optimizer.optimizer_cpu_offload == (plan.training.optimizer_offload_fraction > 0)
+    assert (made.transformer.recompute_granularity, made.transformer.bf16) == (
+        plan.training.recompute.granularity,
+        True,
+    )
+    assert made.transformer.expert_model_parallel_size == plan.division.expert
+
+
 def test_the_command_in_a_recipes_head_says_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         ),
         has_reference=config.algo.use_kl_loss,
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
+        async_save=config.checkpoint.async_save,
     )
 
 

@@ -49,6 +49,8 @@ class Training:
     """A second set of weights for the KL to a reference."""
     sync_buffer_bytes: int = 512 * MIB
     """A bucket of the weight sync."""
+    async_save: bool = False
+    """Checkpoints are copied to host memory, and written from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,11 @@ def _device(
     own = rank_parameters(model, division, rank)
     state = _optimizer_bytes(own, division, training)
     host = round(training.optimizer_offload_fraction * (state + _gradient_shard_bytes(own, division, training)))
+    if training.async_save:
+        host += round(state + width * sum(_copies_shared(own, division)))
     moments = _moments(model, division, training, own, rank)
+    if engine is not None:
+        moments["weight sync"] += engine_sync_bytes(model, engine, training)
     fullest = max(moments.values())
     groups = sum(
         size > 1
@@ -123,8 +129,11 @@ def _device(
 
 def _shards(own: Parameters, division: Division, training: Training) -> tuple[float, float]:
     """Parameters whose optimizer state is on this rank: dense ones and experts'."""
-    if not training.use_distributed_optimizer:
-        return own.dense, own.experts
+    return _copies_shared(own, division) if training.use_distributed_optimizer else (own.dense, own.experts)
+
+
+def _copies_shared(own: Parameters, division: Division) -> tuple[float, float]:
+    """Dense parameters and experts', each divided by the ranks that hold the same ones."""
     return own.dense / division.dense_copies, own.experts / division.expert_copies
 
 
@@ -168,6 +177,20 @@ def head_bytes(model: ModelSettings, division: Division, training: Training) -> 
     logits: int = min(training.log_probs_chunk_size, training.tokens) * rows
     hidden_states: int = 2 * training.tokens * hidden * width  # a copy of the wanted tokens', and their gradient
     return hidden_states + logits * (2 * width) + rows * hidden * (4 + width)
+
+
+def engine_sync_bytes(model: ModelSettings, engine: Engine, training: Training) -> int:
+    """What each device of an engine takes at a weight sync besides its share.
+
+    vLLM keeps a module's tensors, whole, until the last of them is there, then makes its own part of the module anew
+    beside the one that is replaced.
+    """
+    t = model.transformer
+    matrices = 3 if t["gated_linear_unit"] else 2
+    experts = (t.get("num_moe_experts") or 0) * matrices * (t.get("moe_ffn_hidden_size") or 0)
+    rows = max(model.vocab_size, experts, 2 * t["ffn_hidden_size"])
+    module: int = _WIDTH[training.dtype] * rows * t["hidden_size"]
+    return round(module * (1 + 1 / engine.tensor)) + training.sync_buffer_bytes
 
 
 def engine_room_bytes(model: ModelSettings, engine: Engine, dtype: str) -> float:
