@@ -1,5 +1,7 @@
 """Tiny random models written by transformers, batches, and a trainer that is closed after each test."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,7 @@ def make_trainer(tmp_path):
     yield make
     while alive:
         alive.pop().close()
+    gc.collect()  # a process group's threads end with it
 
 
 def make_batch_of(

@@ -1,6 +1,8 @@
 """The real trainer on a tiny model: agreement with transformers, the step's invariants, its errors."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -251,3 +253,16 @@ def test_weights_go_out_by_hf_name_in_buckets(model_folder, make_trainer):
     assert all(torch.equal(tensor, want[name]) for name, tensor in sent)
     trainer.close()
     assert writer.closed
+
+
+def test_a_closed_trainer_leaves_nothing_behind(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+    trainer.train(make_batch([9, 4]))
+    policy = trainer._policy
+    parts = [weakref.ref(part) for part in (*policy.ddps, policy.optimizer)]
+    trainer.close()
+    del trainer, policy
+    make_trainer(folder)  # the fixture lets go of the one before
+    gc.collect()
+    assert [part() for part in parts] == [None] * 2

@@ -383,4 +383,8 @@ class MegatronTrainer:
             self._save.abandon()
         if self._writer is not None:
             self._writer.close()
+        # Autograd's nodes hold the wrapper's hooks and it holds the nodes, a cycle that no collector sees: weights,
+        # process groups and their threads would stay.
+        for node in (node for ddp in self._policy.ddps for node in ddp.grad_accs):
+            node.register_hook(lambda *_: None).hooks_dict_ref().clear()
         parallel.stop()
