@@ -26,11 +26,19 @@ def run_key() -> str:
     return RUN_KEY
 
 
-def save_tiny_model(folder: Path, *, moe: bool = False, seed: int = 0) -> Path:
-    """A random float32 Qwen3 (0.14M parameters, vocabulary of 320) with its byte-level tokenizer."""
+def save_tiny_model(folder: Path, kind: str = "qwen3", *, dtype: str = "float32", seed: int = 0, **more: Any) -> Path:
+    """A random model (0.14M parameters and more, vocabulary of 320) with its byte-level tokenizer.
+
+    Args:
+        kind: qwen3, qwen3_moe, or glm4_moe: one dense layer and two of eight experts and a shared one, a correction
+            bias that matters, and a multi-token-prediction layer behind them.
+        more: settings of transformers' config.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         PreTrainedTokenizerFast,
         Qwen3Config,
         Qwen3ForCausalLM,
@@ -57,16 +65,45 @@ def save_tiny_model(folder: Path, *, moe: bool = False, seed: int = 0) -> Path:
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        "dtype": dtype,
     }
+    experts = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    glm = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+    glm |= {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 1}
     torch.manual_seed(seed)
-    if moe:
-        experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).float()
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes)).float()
+    model: Any = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes | more)),
+        "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | experts | {"num_experts": 8} | more)),
+        "glm4_moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**sizes | experts | glm | more)),
+    }[kind]()
+    model = model.to(getattr(torch, dtype))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.float().uniform_(-0.3, 0.3)  # a float32 buffer whatever the weights are
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if kind == "glm4_moe":
+        add_mtp_layer(folder / "model.safetensors", last=model.config.num_hidden_layers - 1)
     return folder
+
+
+def add_mtp_layer(file: Path, *, last: int) -> None:
+    """Put a multi-token-prediction layer behind the last, as GLM-4.5's checkpoints have it; HF's model ignores it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    layer = f"model.layers.{last + 1}."
+    own = [name for name in tensors if name.startswith(f"model.layers.{last}.")]
+    added = {layer + name.split(".", 3)[3]: tensors[name] + 0.01 for name in own}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"{layer}{name}.weight"] = torch.ones_like(tensors["model.norm.weight"])
+    added[f"{layer}eh_proj.weight"] = torch.cat(
+        [tensors[f"model.layers.{last}.self_attn.o_proj.weight"][:, :64]] * 2, 1
+    )
+    added[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    added[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **added}, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +115,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random Qwen3 mixture of experts in float32."""
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen3_moe", moe=True)
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +148,7 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         )
         servers.append(server)
         server.start()
-        server.wait_ready(300)
+        server.wait_ready(900)  # fails before only if the engine ends
         return server
 
     yield start

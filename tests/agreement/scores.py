@@ -78,7 +78,7 @@ def sample_with_vllm(jobs: Sequence[Job], scratch: Path) -> list[Sampled]:
     environment = {**os.environ, **CpuPlatform().engine_environment(), "VLLM_LOGGING_LEVEL": "WARNING"}
     environment |= {"PYTHONPATH": import_path(environment), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-m", "tests.agreement.sample_with_vllm", scratch / "jobs.json", scratch / "out.json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [
         Sampled(

@@ -77,7 +77,7 @@ def run_train(start_train: Callable[..., subprocess.Popen[str]]) -> Callable[...
 
     def run(*flags: str) -> str:
         process = start_train(*flags)
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)  # a run takes half a minute where nothing else runs
         assert process.returncode == 0, output
         return output
 

@@ -20,7 +20,7 @@ def test_an_engine_that_dies_at_start_ends_the_run_with_its_last_words(
         *("--eval-input-key", "problem", "--eval-label-key", "answer", "--eval-max-response-len", "5"),
         *("--vllm-max-num-seqs", "0", "--run-dir", str(tmp_path)),
     )
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 1, output
     assert "the vLLM server ended with exit code" in output
     assert "max_num_seqs" in output, "what vLLM itself said"

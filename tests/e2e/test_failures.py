@@ -46,7 +46,7 @@ class Running:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended between the listing and the reading
                 self.seen[child.pid] = (child, " ".join(child.cmdline()))
 
-    def wait_for(self, text: str, timeout_s: float = 240) -> None:
+    def wait_for(self, text: str, timeout_s: float = 900) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             self.note_processes()

@@ -52,7 +52,7 @@ def test_a_replay_with_a_stop_in_between_has_the_losses_of_the_run_bit_by_bit(
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["1", "2"]
 
     process = start_train(*flags, "--num-rollout", "4", "--optimizer", "sgd")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 2 and "--optimizer was adam and is sgd" in output
     assert "starting Ray" not in output
 

@@ -12,6 +12,8 @@ import pandas
 import pytest
 import yaml
 
+from vime.observability.rollout_file import read_rollout
+
 pytestmark = pytest.mark.engine
 
 DIFF = "train/train_rollout_logprob_abs_diff"
@@ -83,31 +85,13 @@ def test_the_run_folder_holds_settings_versions_rollouts_and_events(finished: tu
     assert {span["version"] for spans in frame["weight_versions"] for span in spans} == {2}, "trained once before"
 
 
-def test_the_final_checkpoint_loads_in_transformers_and_in_vllm(
-    finished: tuple[Path, str], start_engine: Callable[..., Any], run_key: str
-) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from vime.engine.vllm.client import VllmEngine
-
-    folder = finished[0] / "hf"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.encode("12+34=", add_special_tokens=False)
-    engine = VllmEngine(start_engine(folder).url, run_key)
-    (answer,) = engine.probe([prompt], 8).completions
-    tokens = torch.tensor([[*prompt, *answer.token_ids]])
-    with torch.no_grad():
-        log_probs = model(tokens).logits[0].log_softmax(-1)
-    for i, (token, log_prob) in enumerate(zip(answer.token_ids, answer.log_probs, strict=True)):
-        assert log_probs[len(prompt) + i - 1, token].item() == pytest.approx(log_prob, abs=1e-4)
-
-
-def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_found(
+def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_and_transformers_find(
     finished: tuple[Path, str], run_train: Callable[..., str], task: Path, tmp_path: Path
 ) -> None:
     """The same weights, greedy, with two engines and no trainer; none of training's settings but the data's keys."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     output = run_train(
         *("--num-rollout", "0", "--platform", "cpu", "--hf-checkpoint", str(finished[0] / "hf")),
         *("--eval-prompt-data", "heldout", str(task / "data" / "heldout.jsonl"), "--eval-temperature", "0"),
@@ -127,12 +111,20 @@ def test_vime_eval_of_the_export_finds_what_the_last_evaluation_of_training_foun
     frames = [pandas.read_parquet(f / "evaluations" / name) for f, name in zip(folders, names, strict=True)]
     assert frames[0]["response"].tolist() == frames[1]["response"].tolist()
     assert json.loads(frames[1]["metadata"][0])["eval_set"] == "heldout"
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "hf")
+    for group in read_rollout(tmp_path / "evaluations" / names[1])[:20]:
+        (sample,) = group.samples
+        with torch.no_grad():
+            log_probs = model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
+        start = len(sample.tokens) - sample.response_length - 1
+        of_response = log_probs[torch.arange(start, len(sample.tokens) - 1), list(sample.response_tokens)]
+        assert of_response.tolist() == pytest.approx(sample.rollout_log_probs, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param((), id="same-layout"),
+        pytest.param((), id="same-layout", marks=pytest.mark.slow),  # bit by bit in test_replay.py
         pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="tensor-parallel"),
         pytest.param(("--pipeline-model-parallel-size", "2"), id="pipeline-parallel", marks=pytest.mark.slow),
         pytest.param(("--context-parallel-size", "2"), id="context-parallel", marks=pytest.mark.slow),
@@ -172,7 +164,7 @@ def test_wrong_settings_are_all_named_before_anything_starts(start_train: Callab
         *("--rollout-bach-size", "8", "--tensor-model-paralel-size", "2", "--vllm-gpu-memory-utilisation", "0.5"),
         *("--hf-checkpoint", "nowhere/at/all", "--num-rollout", "1", "--lr", "1e-3"),
     )
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 2
     for right in (
         "--rollout-batch-size",

@@ -34,7 +34,7 @@ def train(
             *flags,
             environment=cluster.environment,
         )
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         return [row for row in rows if row["step"] >= 0], " ".join(output.split())

@@ -68,12 +68,12 @@ def _wait_for_nodes(
     program = (
         "import sys, time, ray\n"
         "ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)\n"
-        "end = time.monotonic() + 60\n"
+        "end = time.monotonic() + 300\n"
         "while sum(n['Alive'] for n in ray.nodes()) < int(sys.argv[2]):\n"
         "    assert time.monotonic() < end, 'a node is missing'\n"
         "    time.sleep(0.3)\n"
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while "Ray runtime started" not in (folder / f"node_{count - 1}.log").read_text(errors="replace"):
         assert process.poll() is None, (folder / f"node_{count - 1}.log").read_text(errors="replace")
         assert time.monotonic() < deadline

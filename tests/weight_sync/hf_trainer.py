@@ -22,10 +22,12 @@ class HfTrainer:
     announced names.
     """
 
-    def __init__(self, folder: Path, writer: BucketWriter, max_bytes: int = 100_000) -> None:
+    def __init__(
+        self, folder: Path, writer: BucketWriter, max_bytes: int = 100_000, dtype: torch.dtype = torch.float32
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._names = list(self._tensors())
         self.writer, self.max_bytes = writer, max_bytes
         self.edit: Callable[[Iterator[Named]], Iterator[Named]] = lambda stream: stream
@@ -33,11 +35,11 @@ class HfTrainer:
         self.names: Callable[[list[str]], list[str]] = lambda names: names
 
     def perturb(self, seed: int, scale: float = 0.05) -> None:
-        """Change every weight."""
+        """Change every weight, and the buffers that a checkpoint has."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+            for tensor in self.model.state_dict().values():
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * scale)
 
     def weight_names(self) -> list[str]:
         return self.names(list(self._names))
@@ -52,7 +54,7 @@ class HfTrainer:
         for sequence in sequences:
             ids = torch.tensor([list(sequence)])
             with torch.no_grad():
-                log_probs = self.model(ids).logits[0, :-1].log_softmax(-1)
+                log_probs = self.model(ids).logits[0, :-1].float().log_softmax(-1)
             scored = log_probs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
             scores.append(np.concatenate([[np.nan], scored]).astype(np.float32))
         return scores
@@ -61,6 +63,8 @@ class HfTrainer:
         """Weights under the checkpoint's names; transformers keeps a layer's experts in one tensor, files do not."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.model.state_dict().items():
+            if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
+                continue
             prefix, _, last = name.rpartition(".")
             if last == "gate_up_proj" and tensor.ndim == 3:
                 for expert, both in enumerate(tensor):

@@ -23,7 +23,7 @@ from vime.rewards.worker_process import WorkerFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_START_S = 60.0  # a worker imports sympy for the first time on a busy machine
+_START_S = 300.0  # a worker imports sympy for the first time on a busy machine
 
 
 @dataclass(frozen=True, slots=True)

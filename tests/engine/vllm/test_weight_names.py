@@ -14,17 +14,23 @@ REQUIRED = frozenset({"a", "b"})
 
 
 def test_names_of_a_checkpoint_without_what_is_no_part_of_the_policy(tmp_path: Path) -> None:
-    names = [
+    policy = {
         "model.embed_tokens.weight",
-        "model.layers.1.mlp.up_proj.weight",
-        "model.layers.2.mlp.up_proj.weight",  # a multi-token prediction layer
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        *(f"model.layers.1.mlp.experts.{i}.{part}_proj.weight" for i in range(2) for part in ("gate", "up", "down")),
+    }
+    others = {
         "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "lm_head.weight",
-    ]
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    assert checkpoint_names(str(tmp_path), CONFIG) == {names[0], names[1]}
+        # a multi-token prediction layer
+        "model.layers.2.mlp.experts.0.up_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.shared_head.head.weight",
+    }
+    save_file({name: torch.zeros(1) for name in policy | others | {"lm_head.weight"}}, tmp_path / "model.safetensors")
+    assert checkpoint_names(str(tmp_path), CONFIG) == policy
     untied = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=False)
-    assert checkpoint_names(str(tmp_path), untied) == {names[0], names[1], names[4]}
+    assert checkpoint_names(str(tmp_path), untied) == policy | {"lm_head.weight"}
 
 
 def test_an_index_is_believed_over_the_files(tmp_path: Path) -> None:

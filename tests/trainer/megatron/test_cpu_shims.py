@@ -45,7 +45,7 @@ def one_step(folder, rendezvous, without):
         [sys.executable, "-c", STEP, without, str(folder), str(rendezvous)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={"PYTHONPATH": str(Path(vime.__file__).parents[1]), "PATH": "", "OMP_NUM_THREADS": "1"},
     )
 

@@ -32,7 +32,7 @@ from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
 _MAX_ATTEMPTS = 6
-_STATS_TIMEOUT_S = 10.0
+_STATS_TIMEOUT_S = 30.0
 _LOOK_S = 5.0  # between two looks at whether an engine that has not answered yet still listens
 _FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
 

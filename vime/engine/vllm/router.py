@@ -145,7 +145,7 @@ class RouterProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def wait_ready(self, timeout_s: float = 60.0) -> float:
+    def wait_ready(self, timeout_s: float = 300.0) -> float:
         """Block until every engine is listed as healthy. Returns: seconds it took; `url` is final from now on.
 
         If somebody took its port between the choice and the binding, it is started again on another.

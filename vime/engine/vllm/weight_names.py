@@ -24,7 +24,8 @@ def checkpoint_names(model: str, hf_config: Any) -> frozenset[str] | None:
     """The tensor names of an HF checkpoint that belong to the policy; None if it holds no safetensors.
 
     Left out: the output head of a model with tied embeddings (some checkpoints store the copy), the rotary
-    frequencies older checkpoints carry, and layers past num_hidden_layers (multi-token prediction, not trained).
+    frequencies older checkpoints carry, and layers past num_hidden_layers (multi-token prediction, not trained: an
+    engine without a drafter does not load them, and one with a drafter keeps those of its checkpoint).
 
     Args:
         model: a folder, or a hub name that is in the local cache.

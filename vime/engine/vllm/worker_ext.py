@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 import vime
 from vime.engine.vllm import fixes
+from vime.engine.vllm.partial_loads import partly_loaded
 from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_folder, checkpoint_names, listed
 from vime.errors import WeightSyncError
 from vime.platform.machine import shared_memory_id
@@ -150,13 +151,15 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
         return {_HEAD}
 
     def finish_weight_update(self) -> None:
-        """Close the sync: every name came once, every parameter was loaded. Raises: WeightSyncError."""
+        """Close the sync: every name came once, every parameter was loaded, whole. Raises: WeightSyncError."""
         assert self._ledger is not None
         try:
             if problem := self._ledger.completion_problem():
                 raise WeightSyncError(problem)
             if untouched := sorted(self._parameters - self._loaded_parameters):
                 raise WeightSyncError(f"vLLM parameters that no tensor was loaded into: {listed(untouched)}")
+            if partly := partly_loaded(self.model):
+                raise WeightSyncError(f"vLLM layers that the tensors filled only in part: {listed(partly)}")
             self._close()
         except Exception as error:
             self.broken = str(error)
