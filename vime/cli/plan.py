@@ -128,13 +128,15 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
 def division_of(config: Config, model: ModelSettings, world_size: int) -> Division:
     """How Megatron's flags divide the model over `world_size` ranks."""
     sizes, megatron = parallel_sizes(config.megatron), config.megatron
+    layers = sizes.stages.layers(model.transformer["num_layers"])
     return Division(
         tensor=sizes.tensor,
         pipeline=sizes.pipeline,
         context=sizes.context,
         data=world_size // sizes.model,
         sequence_parallel=sizes.sequence_parallel,
-        virtual=megatron.get("virtual_pipeline_model_parallel_size") or 1,
+        virtual=len(layers) // sizes.pipeline,
+        stage_layers=layers,
         expert=megatron.get("expert_model_parallel_size") or 1,
         expert_tensor=megatron.get("expert_tensor_parallel_size"),
     )

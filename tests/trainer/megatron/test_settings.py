@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from vime.config.stages import stages_of
 from vime.errors import ConfigError
 from vime.models import family_of
 from vime.trainer.megatron.settings import megatron_settings
@@ -21,9 +26,14 @@ HF = {
 }
 
 
-def settings(hf=(), **overrides):
+PP = {"pipeline_model_parallel_size": 2}
+
+
+def settings(hf=(), world_size=1, **overrides):
     hf = {**HF, **dict(hf)}
-    return megatron_settings(family_of(hf).settings(hf), {"lr": 1e-4, **overrides}, device_type="cpu")
+    return megatron_settings(
+        family_of(hf).settings(hf), {"lr": 1e-4, **overrides}, device_type="cpu", world_size=world_size
+    )
 
 
 def test_overrides_reach_the_object_that_has_the_field():
@@ -74,3 +84,59 @@ def test_all_problems_come_at_once():
     with pytest.raises(ConfigError) as error:
         settings({"dtype": "float16"}, no_such_thing=1, num_layers=3)
     assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_layers", "flags"),
+    [
+        (2, 4, {}),
+        (2, 4, {"virtual_pipeline_model_parallel_size": 2}),
+        (4, 8, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}),
+        (
+            3,
+            14,
+            {
+                "num_layers_in_first_pipeline_stage": 2,
+                "num_layers_in_last_pipeline_stage": 4,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+        ),
+        (2, 3, {"account_for_loss_in_pipeline_split": True}),
+        (
+            2,
+            6,
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+        ),
+        (2, 5, {"pipeline_model_parallel_layout": "Ett|t|t|tL"}),
+    ],
+)
+def test_stages_hold_the_layers_that_megatron_would_give_them(monkeypatch, ranks, num_layers, flags):
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=ranks,
+        pipeline_dtype=torch.float32,
+        **flags,
+    )
+    virtual = config.virtual_pipeline_model_parallel_size
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: virtual)
+    layers = stages_of(flags, ranks).layers(num_layers)
+    assert len(layers) == ranks * (virtual or 1)
+    for stage, count in enumerate(layers):
+        chunk, rank = divmod(stage, ranks)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        where = chunk if virtual else None
+        assert get_num_layers_to_build(config, where) == count
+        assert get_transformer_layer_offset(config, where) == sum(layers[:stage])
+
+
+def test_virtual_stages_talk_while_they_compute():
+    s = settings({"num_hidden_layers": 4}, world_size=2, **PP, virtual_pipeline_model_parallel_size=2).transformer
+    assert s.overlap_p2p_comm and not s.batch_p2p_comm and s.virtual_pipeline_model_parallel_size == 2
+    s = settings({"num_hidden_layers": 4}, world_size=2, **PP, num_layers_per_virtual_pipeline_stage=2).transformer
+    assert not s.overlap_p2p_comm and s.batch_p2p_comm and s.virtual_pipeline_model_parallel_size is None
