@@ -192,8 +192,8 @@ class Groups:
 def uses_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
     """True where torch can multiply all groups in one call.
 
-    Its layouts want rows of a multiple of 16 bytes, for inputs, outputs and gradients alike; it is there for CPU and
-    CUDA from torch 2.9 on. Elsewhere the groups are multiplied one by one.
+    Its layouts want rows of a multiple of 16 bytes, for inputs, outputs and gradients alike. Elsewhere the groups are
+    multiplied one by one, which is what torch does itself but for bf16 on CUDA devices of capability 9 and 10.
     """
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return _GROUPED_MM is not None and dtype in (torch.bfloat16, torch.float32) and aligned
@@ -249,7 +249,11 @@ def _rows_by_rows(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         return x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
     if groups.offsets is not None:
         assert _GROUPED_MM is not None, "offsets without a kernel to take them"
-        return _GROUPED_MM(grad.t(), x, offs=groups.offsets)
+        out = _GROUPED_MM(grad.t(), x, offs=groups.offsets)
+        for e, count in enumerate(groups.counts):
+            if not count:  # a sum of nothing, about which torch's kernel promises nothing
+                out[e].zero_()
+        return out
     out = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
     for rows, others, part in zip(groups.split(grad), groups.split(x), out, strict=True):
         torch.mm(rows.t(), others, out=part)

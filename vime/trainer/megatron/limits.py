@@ -78,7 +78,7 @@ EXPERTS: dict[str, tuple[Any, str]] = {
     "moe_aux_loss_coeff": (0.0, _NO_BALANCING),
     "moe_z_loss_coeff": (None, _NO_BALANCING),
     "moe_per_layer_logging": (False, "there is no loss of the router to log"),
-    "moe_router_dtype": ("fp32", "rounded scores choose other experts than the engine's"),
+    "moe_router_dtype": ("fp32", "it is the precision that chooses the experts the checkpoint was trained with"),
     "moe_router_bias_update_rate": (0.0, "the experts' biases stay the checkpoint's"),
     "moe_router_force_load_balancing": (False, "random routing is for benchmarks of other trainers"),
     "moe_enable_routing_replay": (False, "the engine's choice of experts is not replayed"),
