@@ -12,7 +12,7 @@ CUDA = get_platform("cuda")
 LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
 def test_log_probs_are_those_of_transformers(model_folder, make_trainer, make_batch, hf_log_probs, kind, dtype, bound):
     folder, model = model_folder(kind, dtype=dtype)
@@ -22,9 +22,10 @@ def test_log_probs_are_those_of_transformers(model_folder, make_trainer, make_ba
     assert np.nanmax(np.abs(got - want)) < bound
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_offloads_resumes_and_learns(model_folder, make_trainer, make_batch, tmp_path, dtype):
-    folder, _ = model_folder(dtype=dtype)
+def test_training_offloads_resumes_and_learns(model_folder, make_trainer, make_batch, tmp_path, kind, dtype):
+    folder, _ = model_folder(kind, dtype=dtype)
     batch = make_batch(LENGTHS, micro=3)
     sft = {"algo": AlgoConfig(loss_type="sft_loss"), "megatron": {"lr": 1e-2}, "platform": CUDA}
     trainer = make_trainer(folder, **sft)
