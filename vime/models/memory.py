@@ -25,6 +25,9 @@ PROCESS_BYTES = 4 * GIB
 """Host memory of a training rank besides its tensors."""
 ENGINE_WORKING_BYTES = 3 * GIB
 """Of an engine's share: its activations, CUDA graphs and context, before the KV cache gets the rest."""
+HEAD_BLOCK_BYTES = 64 * MIB
+"""Of the head's gradient, which goes into the gradient buffer block by block."""
+_LOGITS_BYTES = 512 * MIB
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -40,7 +43,8 @@ class Training:
     micro_batches: int | None = None
     """Of an optimizer step on one rank; None: enough to fill the pipeline."""
     recompute: Recompute = Recompute()  # noqa: RUF009 - frozen
-    log_probs_chunk_size: int = 1024
+    log_probs_chunk_size: int | None = None
+    """Positions whose logits are held at a time; None: `default_chunk_size`."""
     use_distributed_optimizer: bool = True
     grad_reduce_in_fp32: bool = True
     optimizer_offload_fraction: float = 0.0
@@ -174,9 +178,27 @@ def head_bytes(model: ModelSettings, division: Division, training: Training) -> 
     width = _WIDTH[training.dtype]
     hidden: int = model.transformer["hidden_size"]
     rows = padded_rows(model.vocab_size, division.tensor)
-    logits: int = min(training.log_probs_chunk_size, training.tokens) * rows
-    hidden_states: int = 2 * training.tokens * hidden * width  # a copy of the wanted tokens', and their gradient
-    return hidden_states + logits * (2 * width) + rows * hidden * (4 + width)
+    chunk = training.log_probs_chunk_size or default_chunk_size(rows, width, fused=True)
+    logits: int = min(chunk, training.tokens) * rows
+    hidden_states: int = 3 * training.tokens * hidden * width  # the wanted tokens', and their gradient twice
+    return hidden_states + logits * _logit_bytes(width, fused=True) + HEAD_BLOCK_BYTES
+
+
+def default_chunk_size(rows: int, width: int, *, fused: bool) -> int:
+    """Positions whose logits, and what is computed from them, take about 512 MiB; at least 16, at most 4096.
+
+    Args:
+        rows: of the vocabulary, on one rank.
+        width: bytes of a logit.
+        fused: whether elementwise work on logits is compiled into one pass, as on CUDA.
+    """
+    fitting = _LOGITS_BYTES // (_logit_bytes(width, fused=fused) * max(rows, 1))
+    return max(16, min(fitting // 16 * 16, 4096))
+
+
+def _logit_bytes(width: int, *, fused: bool) -> int:
+    """Held for one logit at most: it and its gradient, and several float32 copies where nothing is fused."""
+    return 2 * width + (0 if fused else 20)
 
 
 def engine_sync_bytes(model: ModelSettings, engine: Engine, training: Training) -> int:

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.trainer.megatron.peak_memory import PeakMemory
+from vime.models.memory import GIB, default_chunk_size
+from vime.trainer.megatron.layers import take_rows
 from vime.trainer.megatron.log_probs import chunked_log_probs
 
 
@@ -75,3 +79,58 @@ def test_no_positions_give_zero_gradients():
     log_probs, _ = chunked_log_probs(hidden[:0], weight, targets[:0], temperature=1.0, chunk_size=8)
     log_probs.sum().backward()
     assert weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_goes_into_megatrons_buffer_where_there_is_one(dtype, shared):
+    hidden, weight, targets = (x.detach().to(dtype) if x.is_floating_point() else x for x in inputs())
+    grads = []
+    for with_buffer in (False, True):
+        w, h = torch.nn.Parameter(weight.clone()), hidden.clone().requires_grad_()
+        if with_buffer:
+            w.main_grad = torch.ones(w.shape)
+        log_probs, entropy = chunked_log_probs(
+            h,
+            w,
+            targets.clamp(max=36),
+            temperature=0.7,
+            chunk_size=6,
+            with_entropy_grad=True,
+            num_rows=37,
+            weight_is_shared=shared,
+        )
+        (log_probs.sum() + 0.3 * entropy.sum()).backward()
+        grads.append((w.main_grad - 1 if with_buffer else w.grad, h.grad))
+    assert (w.grad is None) == shared  # zeros of no memory, for hooks that want to see one
+    assert shared or (w.grad.stride() == (0, 0) and not w.grad.any())
+    assert grads[1][0][37:].abs().max() == 0
+    torch.testing.assert_close(grads[1][1], grads[0][1], atol=0, rtol=0)
+    torch.testing.assert_close(
+        grads[1][0], grads[0][0].float(), atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 0.02
+    )
+
+
+# A whole vocabulary of one rank with GLM-4.5's hidden size; TP 8, where chunks are larger.
+@pytest.mark.parametrize(("rows", "width"), [(151_936, 5120), (151_936 // 8, 4096)])
+def test_the_vocabulary_takes_less_than_a_gibibyte(rows, width):
+    tokens = 16_384
+    with FakeTensorMode():
+        hidden_states = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.nn.Parameter(torch.empty(rows, width, dtype=torch.bfloat16))
+        weight.main_grad = torch.empty(rows, width)
+        targets, wanted = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
+        with PeakMemory([hidden_states, weight, weight.main_grad, targets, wanted]) as memory:
+            log_probs, entropy = chunked_log_probs(
+                take_rows(hidden_states, wanted),
+                weight,
+                targets,
+                temperature=0.9,
+                chunk_size=default_chunk_size(rows, 2, fused=False),
+                with_entropy_grad=True,
+                weight_is_shared=False,
+            )
+            (log_probs.sum() + 0.01 * entropy.sum()).backward()
+    kept = 2 * tokens * width * 2  # the wanted hidden states and the gradient of all, which autograd hands on
+    assert kept < memory.peak < GIB
+    assert hidden_states.grad is not None

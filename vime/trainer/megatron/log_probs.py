@@ -1,7 +1,8 @@
 """Log-probs and entropy from hidden states, chunk by chunk, so that the logits of a whole batch never exist.
 
 P positions, V vocabulary, D hidden, C chunk size. Logits live for one chunk in forward and again in backward, where
-they are computed a second time: 4 * C * V bytes instead of 4 * P * V.
+they are computed a second time. The weight's gradient is added to Megatron's gradient buffer where there is one, in
+blocks of the vocabulary, so that no other tensor of the weight's size exists.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from vime.models.memory import HEAD_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +38,31 @@ def chunked_log_probs(
     chunk_size: int,
     with_entropy_grad: bool = False,
     shard: VocabularyShard | None = None,
+    num_rows: int | None = None,
+    weight_is_shared: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of each distribution.
 
     Args:
         hidden: [P, D] after the final norm.
-        weight: [V, D] output layer; rows of a padded vocabulary must be cut off before.
+        weight: [V, D] output layer. If it has a float32 `main_grad`, its gradient is added there, not to `grad`.
         targets: [P] int64.
         temperature: logits are divided by it, as the engine's sampler does.
         chunk_size: C.
         with_entropy_grad: let gradients flow through the entropy too.
         shard: where this rank's `weight` lies in the vocabulary; None: it is whole. The gradient by `hidden` is then
             this rank's share, to be summed over the ranks.
+        num_rows: of `weight`, without those of a padded vocabulary; None: all.
+        weight_is_shared: autograd gives `weight` a gradient from elsewhere, too (a tied embedding). Otherwise `grad` is
+            set to zeros that take no memory, because Megatron's hooks may want one.
     Returns: log_probs [P] and entropy [P], float32, in nats; entropy is detached without `with_entropy_grad`.
     """
     if shard is not None:
         targets = targets - shard.start
+    group = shard.group if shard is not None else None
+    rows = weight.shape[0] if num_rows is None else num_rows
     log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_size, shard.group if shard is not None else None
+        hidden, weight, targets, temperature, chunk_size, group, rows, weight_is_shared
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
@@ -67,29 +77,34 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         group: ProcessGroup | None,
+        num_rows: int,
+        weight_is_shared: bool,
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
         values = _fused(_values, hidden) if group is None else functools.partial(_values_of_shards, group=group)
+        real = weight[:num_rows]
         for rows in _chunks(hidden.shape[0], chunk_size):
-            logits = hidden[rows] @ weight.t()
+            logits = hidden[rows] @ real.t()
             log_probs[rows], entropy[rows], log_z[rows] = values(logits, targets[rows], temperature)
+            del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, targets, entropy, log_z)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size, ctx.num_rows = temperature, chunk_size, num_rows
+        ctx.weight_is_shared = weight_is_shared
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, entropy, log_z = ctx.saved_tensors
         d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g for g in grads)
         d_hidden = torch.zeros_like(hidden)
-        # float32, so that the sum over chunks loses no more than one matmul over all positions would.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        real = weight.detach()[: ctx.num_rows]
+        d_weight, returned = _gradient_of(weight)
         d_logits_of = _fused(_d_logits if grads[1] is not None else _d_logits_without_entropy, hidden)
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
             d_logits = d_logits_of(
-                hidden[rows] @ weight.t(),
+                hidden[rows] @ real.t(),
                 targets[rows],
                 log_z[rows],
                 entropy[rows],
@@ -97,9 +112,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 d_entropy[rows],
                 ctx.temperature,
             )
-            d_hidden[rows] = d_logits @ weight
-            d_weight += d_logits.t() @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+            d_hidden[rows] = d_logits @ real
+            _add_product(d_weight[: ctx.num_rows], d_logits, hidden[rows])
+            del d_logits
+        if returned:
+            return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
+        if not ctx.weight_is_shared and weight.grad is None:
+            weight.grad = weight.new_zeros(()).expand_as(weight)
+        return d_hidden, None, None, None, None, None, None, None
+
+
+def _gradient_of(weight: Tensor) -> tuple[Tensor, bool]:
+    """What the weight's gradient is added to, and whether autograd is to have it.
+
+    In float32, so that the sum over chunks loses no more than one matmul over all positions would.
+    """
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.dtype == torch.float32:
+        return main_grad, False
+    return torch.zeros_like(weight, dtype=torch.float32), True
+
+
+def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """total [V, D] += d_logits [C, V] transposed @ hidden [C, D]."""
+    if total.dtype == d_logits.dtype:
+        total.addmm_(d_logits.t(), hidden)
+        return
+    size = max(1, HEAD_BLOCK_BYTES // (hidden.shape[1] * hidden.itemsize))
+    for rows in _chunks(total.shape[0], size):
+        total[rows] += d_logits[:, rows].t() @ hidden
 
 
 # Logits come in the model's dtype, as in the engine; everything after that is in float32. C rows of V columns.

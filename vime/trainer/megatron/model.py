@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vime.config import TrainConfig
 from vime.models import ModelSettings
+from vime.models.memory import default_chunk_size
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.experts import keep_router_bias_in_float32
 from vime.trainer.megatron.layers import block_spec, take_rows
@@ -37,7 +38,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     Args: chunk: number of this rank's virtual stage.
     """
 
-    def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int, chunk: int = 0) -> None:
+    def __init__(
+        self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int | None, chunk: int = 0
+    ) -> None:
         vp_stage = chunk if parallel.num_virtual_stages() > 1 else None
         super().__init__(
             settings.transformer,
@@ -50,8 +53,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=model.tie_word_embeddings,
             vp_stage=vp_stage,
         )
-        self.chunk_size, self.entropy_grad = chunk_size, False
         local_rows = settings.padded_vocab_size // parallel.tp_size()
+        fused = torch.device(torch.cuda.current_device()).type == "cuda"
+        self.chunk_size = chunk_size or default_chunk_size(local_rows, settings.dtype.itemsize, fused=fused)
+        self.entropy_grad = False
         first = parallel.tp_rank() * local_rows
         self._real_rows = min(max(model.vocab_size - first, 0), local_rows)
         self._shard = VocabularyShard(first, parallel.tp_group()) if parallel.tp_size() > 1 else None
@@ -72,12 +77,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return chunked_log_probs(
             hidden,
-            weight[: self._real_rows],
+            weight,
             packed.targets,
             temperature=packed.temperature,
             chunk_size=self.chunk_size,
             with_entropy_grad=self.entropy_grad,
             shard=self._shard,
+            num_rows=self._real_rows,
+            weight_is_shared=tied and self.pre_process,
         )
 
 
@@ -111,7 +118,7 @@ def build_chunks(
     model: ModelSettings,
     settings: MegatronSettings,
     *,
-    chunk_size: int,
+    chunk_size: int | None,
     provider: Callable[[int, Callable[[], PolicyModel]], PolicyModel] = lambda chunk, build: build(),
 ) -> tuple[list[PolicyModel], list[torch.nn.Module]]:
     """This rank's part of a model, with fresh weights on the current device: one chunk for each of its stages.
