@@ -104,3 +104,15 @@ def test_host_memory_is_compared_where_it_is_stated(capsys, recipe):
 def test_wrong_settings_end_with_2(capsys, model, words, message):
     assert main(["plan", *(w.format(model=model) for w in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_optimizer_on_the_host_is_there_whole_unless_a_part_is_named(capsys, recipe):
+    flags = ("--config", str(recipe), "--device-memory-gib", "140")
+    _, device = as_json(capsys, *flags)
+    _, host = as_json(capsys, *flags, "--optimizer-cpu-offload")
+    _, half = as_json(capsys, *flags, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
+    state = [x["devices"][0]["parts_bytes"]["optimizer state"] for x in (device, half, host)]
+    assert state[2] == 0 and state[1] == round(state[0] / 2)
+    assert host["host_bytes_per_node"] - device["host_bytes_per_node"] == pytest.approx(
+        8 * state[0] * 16 / 12, rel=1e-4
+    )

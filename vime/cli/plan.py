@@ -163,7 +163,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         use_distributed_optimizer=megatron.get("use_distributed_optimizer", True),
         grad_reduce_in_fp32=megatron.get("grad_reduce_in_fp32", True),
         optimizer_offload_fraction=(
-            megatron.get("optimizer_offload_fraction", 0.0) if megatron.get("optimizer_cpu_offload") else 0.0
+            megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
         has_reference=config.algo.use_kl_loss,
         sync_buffer_bytes=config.sync.update_weight_buffer_size,

@@ -39,6 +39,9 @@ def check_optimizer(config: Config) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {value}, but must be at least {least}" + (
                 f" and below {below:g}" if below < math.inf else ""
             )
+    fraction = megatron.get("optimizer_offload_fraction")
+    if fraction is not None and not 0 < fraction <= 1:
+        yield f"--optimizer-offload-fraction is {fraction}, but must be above 0 and at most 1"
     if megatron.get("make_vocab_size_divisible_by", 1) < 1:
         yield f"--make-vocab-size-divisible-by is {megatron['make_vocab_size_divisible_by']}, but must be at least 1"
     if megatron.get("bf16") and megatron.get("fp16"):

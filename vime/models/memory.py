@@ -163,12 +163,14 @@ def _moments(
     alive = stages_in_flight(division, rank, training.micro_batches)
     head = head_bytes(model, division, training) if rank == division.pipeline - 1 else 0
     forward = (training.forward_tokens or tokens) * working_numbers(model, division, stages[0], Recompute())
+    # torch's AdamW takes a copy of the second moments, of the dense or of the experts' parameters at a time; the one
+    # that works with the host is fused, and takes none.
+    update = 0.0 if training.optimizer_offload_fraction else 4 * max(_shards(own, division, training))
     largest_tensor = padded_rows(model.vocab_size, division.tensor) * division.tensor * t["hidden_size"] * width
     return {
         "activations": round(alive * kept * tokens * width + max(head, working * tokens * width)),
         "forward alone": round(2 * forward * width) + head,
-        # torch's AdamW takes a copy of the second moments, of the dense or of the experts' parameters at a time.
-        "optimizer step": round(4 * (1 - training.optimizer_offload_fraction) * max(_shards(own, division, training))),
+        "optimizer step": round(update),
         "weight sync": training.sync_buffer_bytes + 2 * largest_tensor,
     }
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, ChainedOptimizer
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, ChainedOptimizer, optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.utils import get_te_version
+
+from vime.trainer.megatron import host_optimizer
 
 _MARK = "__vime_fixed__"
 
@@ -18,9 +21,11 @@ _MARK = "__vime_fixed__"
 def apply() -> None:
     """Apply all fixes; a second call does nothing."""
     bind_missing_te_names()
+    fix_version_of_missing_te()
     fix_torch_adamw_checkpoints()
     fix_checkpoints_of_several_buckets()
     fix_checkpoints_of_stages_without_experts()
+    host_optimizer.install()
 
 
 def bind_missing_te_names() -> None:
@@ -28,6 +33,12 @@ def bind_missing_te_names() -> None:
     for name in ("te_general_gemm", "fused_topk_with_score_function"):
         if not hasattr(moe_utils, name):
             setattr(moe_utils, name, None)
+
+
+def fix_version_of_missing_te() -> None:
+    """OptimizerConfig compares the version of transformer-engine where the optimizer is on the host, even with none."""
+    if get_te_version() is None:
+        optimizer_config.is_te_min_version = lambda version, check_equality=True: False
 
 
 def fix_torch_adamw_checkpoints() -> None:

@@ -5,7 +5,7 @@ A setting leaves this table when the trainer learns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Kernels that only transformer-engine or apex have.
@@ -114,8 +114,34 @@ EXPERTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def limits(names: Iterable[str], *, has_experts: bool) -> Mapping[str, tuple[Any, str]]:
-    """What holds for a model with or without experts; of the latter, those of `names` that nobody would read."""
+_ON_HOST = "with --optimizer-cpu-offload"
+# The same with optimizer state on the host.
+ON_HOST: dict[str, tuple[Any, str]] = {
+    "use_precision_aware_optimizer": (True, f"{_ON_HOST} the host alone has float32 weights"),
+    "use_distributed_optimizer": (True, f"{_ON_HOST} state is always spread over data-parallel ranks"),
+    "optimizer": ("adam", f"{_ON_HOST} there is only AdamW"),
+    "decoupled_weight_decay": (True, f"{_ON_HOST} there is only AdamW"),
+}
+# And without.
+ON_DEVICE: dict[str, tuple[Any, str]] = {
+    "use_precision_aware_optimizer": (False, "it needs transformer-engine, or --optimizer-cpu-offload"),
+    **{
+        name: (value, "it is read with --optimizer-cpu-offload only")
+        for name, value in (
+            ("optimizer_offload_fraction", 0.0),
+            ("overlap_cpu_optimizer_d2h_h2d", False),
+            ("use_torch_optimizer_for_cpu_offload", False),
+        )
+    },
+}
+
+
+def limits(given: Mapping[str, Any], *, has_experts: bool) -> Mapping[str, tuple[Any, str]]:
+    """What holds for a model with or without experts, and with the optimizer where it is.
+
+    Args: given: the user's settings; those of them that nobody would read are in the result.
+    """
+    optimizer = ON_HOST if given.get("optimizer_cpu_offload") else ON_DEVICE
     if has_experts:
-        return FIXED | EXPERTS
-    return FIXED | {n: (None, _NO_EXPERTS) for n in names if n.startswith("moe_")}
+        return FIXED | optimizer | EXPERTS
+    return FIXED | optimizer | {n: (None, _NO_EXPERTS) for n in given if n.startswith("moe_")}

@@ -104,7 +104,9 @@ def megatron_settings(
     }
     return MegatronSettings(
         transformer=TransformerConfig(**transformer),
-        optimizer=OptimizerConfig(**{**precision, "min_lr": 0.0, **pick(OptimizerConfig), **shared}),
+        optimizer=OptimizerConfig(
+            **{**precision, "min_lr": 0.0, **_on_host(rest), **pick(OptimizerConfig), **shared}  # type: ignore[arg-type]
+        ),
         ddp=DistributedDataParallelConfig(
             **{"grad_reduce_in_fp32": True, **pick(DistributedDataParallelConfig), **shared}
         ),
@@ -128,6 +130,13 @@ def _pipeline(layers: Sequence[int], ranks: int) -> dict[str, Any]:
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
+
+
+def _on_host(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an optimizer on the host: the whole of it, as in Megatron-LM, with masters nowhere else."""
+    if not rest.get("optimizer_cpu_offload"):
+        return {}
+    return {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 
 
 def _known(name: str, known: Mapping[type, set[str]]) -> bool:
