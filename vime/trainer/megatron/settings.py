@@ -104,9 +104,7 @@ def megatron_settings(
     }
     return MegatronSettings(
         transformer=TransformerConfig(**transformer),
-        optimizer=OptimizerConfig(
-            **{**precision, "min_lr": 0.0, **_on_host(rest), **pick(OptimizerConfig), **shared}  # type: ignore[arg-type]
-        ),
+        optimizer=OptimizerConfig(**{**precision, "min_lr": 0.0, **_on_host(rest), **pick(OptimizerConfig), **shared}),
         ddp=DistributedDataParallelConfig(
             **{"grad_reduce_in_fp32": True, **pick(DistributedDataParallelConfig), **shared}
         ),
