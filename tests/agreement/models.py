@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from tests.agreement.scores import megatron
+from tests.families import write_family
 from vime.config import AlgoConfig, TrainConfig
 from vime.loop.batch import make_train_batch
 from vime.types import Group, Sample, SampleStatus, TrainBatch
@@ -18,35 +18,20 @@ from vime.types import Group, Sample, SampleStatus, TrainBatch
 END, PLUS, EQUALS, FIRST_DIGIT = 2, 13, 14, 3
 
 
-def write_model(folder: Path, family: str, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A small random checkpoint (vocabulary of 320) with larger weights than usual, so that logits differ visibly."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    settings: dict[str, Any] = {
+def write_model(folder: Path, kind: str, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A small random checkpoint (vocabulary of 320) of a kind in tests/families.py."""
+    sizes = {
         "vocab_size": 320,
-        "hidden_size": 64,
+        "hidden_size": 128 if kind.startswith("qwen2") else 64,  # vLLM's Qwen2 has heads of hidden_size / heads
         "intermediate_size": 128,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,  # the smallest vLLM's CPU attention takes
         "max_position_embeddings": 512,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_theta": 50_000.0, "rope_type": "default"},
-        "dtype": dtype,
         "eos_token_id": END,
     }
-    torch.manual_seed(seed)
-    model: Any = {
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**settings)),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**settings)),
-    }[family]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # transformers starts them all at 1, where a swapped one would not show
-                parameter.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(folder)
+    write_family(folder, kind, sizes, tied=tied, dtype=dtype, seed=seed)
     return folder
 
 

@@ -15,13 +15,23 @@ from vime.config import AlgoConfig, RolloutConfig
 
 pytestmark = pytest.mark.engine
 
-# name -> family, tied head, temperature
+# name -> kind in tests/families.py, tied head, temperature
 FLOAT32 = {
     "qwen3": ("qwen3", False, 1.0),
     "qwen3-tied": ("qwen3", True, 0.7),
     "llama": ("llama", False, 0.7),
     "llama-tied": ("llama", True, 1.0),
+    "qwen2-tied": ("qwen2", True, 0.7),
+    "qwen3-moe": ("qwen3_moe", False, 1.0),
+    "glm": ("glm4_moe", False, 0.7),
 }
+SLOW = {
+    "llama-rope": ("llama-rope", False, 1.0),
+    "qwen2-yarn": ("qwen2-yarn", False, 0.7),
+    "qwen3-moe-mixed": ("qwen3_moe-mixed", True, 0.7),
+    "glm-groups": ("glm4_moe-groups", False, 1.0),
+}
+EACH = [*FLOAT32, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 BFLOAT16 = ("adder", "llama-bf16")
 PROMPTS = [np.random.default_rng(i).integers(3, 320, length).tolist() for i, length in enumerate((2, 9, 33, 70))]
 SUMS = [question(a, b) for a, b in np.random.default_rng(7).integers(1, 100, (64, 2)).tolist()]
@@ -37,12 +47,14 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Every model, sampled from by one vLLM process."""
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Every model of the tests to come, sampled from by one vLLM process."""
     root = tmp_path_factory.mktemp("agreement")
+    wanted = {test.callspec.params.get("name") for test in request.session.items if hasattr(test, "callspec")}
     jobs = {
-        name: Job(write_model(root / name, family, tied=tied), PROMPTS, temperature=temperature)
-        for name, (family, tied, temperature) in FLOAT32.items()
+        name: Job(write_model(root / name, kind, tied=tied), PROMPTS, temperature=temperature)
+        for name, (kind, tied, temperature) in (FLOAT32 | SLOW).items()
+        if name in wanted
     }
     adder = write_adder(root / "adder", root, steps=80)
     jobs["adder"] = Job(adder, SUMS, n=8, max_tokens=5, stop_token_ids=(END,))
@@ -55,7 +67,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("name", EACH)
 def test_hf_and_megatron_give_the_same_distribution_over_the_whole_vocabulary(
     cases: dict[str, Case], name: str, tmp_path: Path
 ) -> None:
@@ -68,7 +80,7 @@ def test_hf_and_megatron_give_the_same_distribution_over_the_whole_vocabulary(
     assert largest(np.array(got), want) < 1e-5
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.parametrize("name", EACH)
 def test_all_three_give_the_same_log_probs_of_sampled_tokens(cases: dict[str, Case], name: str, tmp_path: Path) -> None:
     sampled, temperature = cases[name].sampled, cases[name].temperature
     hf = sampled.of_responses(hf_scores(load_hf(cases[name].folder), sampled.sequences, temperature))

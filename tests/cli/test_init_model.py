@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from vime.cli.init_model import HEAD_SIZES, TinyModel, init_model, make_tokenizer
+from vime.cli.init_model import init_model, make_tokenizer
 from vime.cli.main import main
+from vime.cli.tiny_model import FAMILIES, HEAD_SIZES, TinyModel
 from vime.config.hf import read_model_config
 from vime.errors import ConfigError
+from vime.models import FAMILIES as SUPPORTED
 from vime.models import family_of
+from vime.models.parameters import parameters
 
 
 def test_the_default_is_a_small_qwen3_that_transformers_and_vime_read(tmp_path: Path) -> None:
@@ -28,6 +33,59 @@ def test_the_default_is_a_small_qwen3_that_transformers_and_vime_read(tmp_path: 
     assert chat == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     settings = family_of(read_model_config(str(out))).settings(read_model_config(str(out)))
     assert settings.transformer["num_layers"] == 4 and settings.vocab_size == 100
+
+
+def test_every_family_can_be_made() -> None:
+    assert set(FAMILIES) == {family.model_type for family in SUPPORTED}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_made_is_read_as_what_was_asked_for(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "model"
+    size = init_model(out, TinyModel(family=family, num_layers=2))
+    config = read_model_config(str(out))
+    settings = family_of(config).settings(config)
+    assert parameters(settings).total == size == AutoModelForCausalLM.from_pretrained(out).num_parameters()
+    names = set(load_file(out / "model.safetensors"))
+    assert names == set(family_of(config).name_map(settings).hf_names())
+    experts = [settings.has_experts(i) for i in range(2)]
+    assert experts == {"qwen3_moe": [True, True], "glm4_moe": [False, True]}.get(family, [False, False])
+    if any(experts):
+        assert (settings.transformer["num_moe_experts"], settings.transformer["moe_router_topk"]) == (8, 2)
+
+
+def test_glm_with_layers_of_multi_token_prediction_behind_the_last(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name, layers in (("with", 2), ("without", 0)):
+        init_model(tmp_path / name, TinyModel(family="glm4_moe", num_layers=2, num_mtp_layers=layers))
+    tensors, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
+    config = read_model_config(str(tmp_path / "with"))
+    names = family_of(config).name_map(family_of(config).settings(config))
+    extra = tensors.keys() - plain.keys()
+    assert all(names.is_kept(name) for name in extra) and set(names.hf_names()) == plain.keys()
+    assert {"model.layers.2.enorm.weight", "model.layers.3.mlp.experts.7.up_proj.weight"} <= extra
+    assert tensors["model.layers.3.eh_proj.weight"].shape == (128, 256)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "with").num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"family": "qwen2", "num_heads": 2, "num_kv_heads": 2}, "head_dim is 32"),
+        ({"family": "glm4_moe", "tie_embeddings": True}, "tie_word_embeddings is True"),
+        ({"num_experts": 4}, "--num-experts is given, but --family qwen3"),
+        ({"family": "qwen3_moe", "num_mtp_layers": 1}, "--num-mtp-layers is given, but --family qwen3_moe"),
+        ({"family": "qwen3_moe", "experts_per_token": 9}, "from 2 to --num-experts 8"),
+        ({"family": "glm4_moe", "num_dense_layers": 4}, "--num-dense-layers is 4"),
+        ({"family": "glm4_moe", "num_shared_experts": 0}, "--num-shared-experts is 0"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(tmp_path: Path, shape: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        init_model(tmp_path / "m", TinyModel(**shape))
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:

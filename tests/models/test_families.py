@@ -202,6 +202,8 @@ def test_rope_is_read_in_the_older_words_and_in_transformers_5s(change, scaling)
         (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),
         (QWEN3_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
         (QWEN3_MOE, {"attention_bias": True}, "attention_bias"),
+        (QWEN2, {"head_dim": 32}, "head_dim"),
+        (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings"),
         (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
         (GLM, {"num_experts_per_tok": 1}, "norm_topk_prob"),
         (GLM, {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "topk_group"),

@@ -19,7 +19,7 @@ EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 MODELS = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2"},
+    "qwen2": {"model_type": "qwen2", "head_dim": 12},
     "qwen3": {"model_type": "qwen3"},
     "qwen3-moe": {"model_type": "qwen3_moe", "num_experts": 6, **EXPERTS},
     "qwen3-moe-mixed": {"model_type": "qwen3_moe", "num_experts": 6, **EXPERTS, "mlp_only_layers": [1]},

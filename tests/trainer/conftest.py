@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.families import write_family
 from vime.config import Config
 from vime.platform import get_platform
 from vime.types import TrainBatch
@@ -23,52 +24,11 @@ CPU = get_platform("cpu")
 
 
 def write_model(folder, kind, *, tied=True, dtype=torch.float32, seed=0):
-    """A random checkpoint with larger weights than HF's default, so that logits differ visibly; returns the model."""
-    import transformers
-
-    torch.manual_seed(seed)
-    more = {"tie_word_embeddings": tied, "initializer_range": 0.1, "dtype": dtype}
-    rope = {"rope_theta": 1e6, "rope_type": "default"}
-    if kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**SMALL, head_dim=32, rope_parameters=rope, **more)
-        )
-    elif kind == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(
-            **SMALL,
-            head_dim=32,
-            rope_parameters=rope,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            norm_topk_prob=True,
-            **more,
-        )
-        model = transformers.Qwen3MoeForCausalLM(config)
-    elif kind == "glm4_moe":
-        config = transformers.Glm4MoeConfig(
-            **SMALL,
-            head_dim=32,
-            rope_parameters={**rope, "partial_rotary_factor": 0.5},
-            attention_bias=True,
-            use_qk_norm=True,
-            first_k_dense_replace=1,
-            n_routed_experts=8,
-            n_shared_experts=2,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            routed_scaling_factor=2.5,
-            **more,
-        )
-        model = transformers.Glm4MoeForCausalLM(config)
-        with torch.no_grad():
-            for layer in model.model.layers[1:]:
-                layer.mlp.gate.e_score_correction_bias.uniform_(-0.1, 0.1)
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **more))
-    model = model.to(dtype)
-    model.save_pretrained(folder)
-    return model.eval()
+    """A random checkpoint of a kind in tests/families.py; returns the model. GLM's head is never tied."""
+    width = {} if kind in ("llama", "qwen2", "qwen2-yarn") else {"head_dim": 32}
+    return write_family(
+        folder, kind, {**SMALL, **width}, tied=tied and not kind.startswith("glm"), dtype=dtype, seed=seed
+    )
 
 
 @pytest.fixture

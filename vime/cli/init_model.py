@@ -6,14 +6,14 @@ import argparse
 import json
 import string
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vime.cli.tiny_model import FAMILIES, HEAD_SIZES, OF_EXPERTS, TinyModel, add_mtp_layers
 from vime.errors import ConfigError
+from vime.models import family_of
 
-# What vLLM's attention on CPUs takes; GPUs take these too.
-HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
 MARK = "vime_init_model.json"
@@ -26,41 +26,10 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyModel:
-    """The shape of a model to make; the defaults give 0.8M parameters."""
-
-    family: str = "qwen3"
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 32
-    ffn_size: int = 384
-    max_positions: int = 1024
-    tie_embeddings: bool = False
-    vocab: str = "chars"
-    dtype: str = "float32"
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        """What is wrong with this shape, one sentence each."""
-        found = []
-        if self.head_size not in HEAD_SIZES:
-            sizes = ", ".join(map(str, HEAD_SIZES))
-            found.append(f"--head-size is {self.head_size}, but vLLM's CPU attention takes only {sizes}")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            found.append(f"--num-kv-heads is {self.num_kv_heads}, which does not divide --num-heads {self.num_heads}")
-        for name in ("hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
-            if getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1")
-        return found
-
-
 def init_model(out: Path, model: TinyModel) -> int:
     """Write the checkpoint (config, weights, tokenizer, generation config) to the folder `out`.
 
-    Returns: its number of parameters.
+    Returns: its number of parameters, without layers of multi-token prediction.
     Raises: ConfigError for a shape that cannot be, or a folder that holds something.
     """
     problems = model.problems()
@@ -69,19 +38,23 @@ def init_model(out: Path, model: TinyModel) -> int:
     if problems:
         raise ConfigError(problems)
     import torch
-    from transformers import GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = make_tokenizer(model.vocab, model.max_positions)
-    config, model_class = _hf_config(model, tokenizer)
+    config = model.hf_config(tokenizer)
+    family_of(config.to_dict()).settings(config.to_dict())  # says what could not be trained or served
     torch.manual_seed(model.seed)
-    network = model_class(config).to(getattr(torch, model.dtype))
+    network: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    network = network.to(getattr(torch, model.dtype))
     network.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     out.mkdir(parents=True, exist_ok=True)
     network.save_pretrained(out)
+    if num_mtp_layers := model.of_experts("num_mtp_layers"):
+        add_mtp_layers(out, num_layers=model.num_layers, num_mtp_layers=num_mtp_layers, seed=model.seed)
     tokenizer.save_pretrained(out)
     (out / MARK).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
     return sum(p.numel() for p in network.parameters())
@@ -118,39 +91,11 @@ def make_tokenizer(vocab: str, max_positions: int) -> Any:
     )
 
 
-def _hf_config(model: TinyModel, tokenizer: Any) -> tuple[Any, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[model.family]
-    config = config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.head_size,
-        max_position_embeddings=model.max_positions,
-        tie_word_embeddings=model.tie_embeddings,
-        rms_norm_eps=1e-6,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=model.dtype,
-    )
-    return config, model_class
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags."""
     tiny = TinyModel()
     parser.add_argument("out", type=Path, help="folder to write; must be new or empty")
-    parser.add_argument(
-        "--family", choices=("qwen3", "llama"), default=tiny.family, help="architecture (default: %(default)s)"
-    )
+    parser.add_argument("--family", choices=FAMILIES, default=tiny.family, help="architecture (default: %(default)s)")
     for name, text in (
         ("hidden_size", "width"),
         ("num_layers", "decoder layers"),
@@ -163,6 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(tiny, name), help=f"{text} (default: %(default)s)")
+    for name, (default, families, text) in OF_EXPERTS.items():
+        words = f"{text} ({', '.join(families)}; default: {default})"
+        parser.add_argument("--" + name.replace("_", "-"), type=int, help=words)
     parser.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and head")
     parser.add_argument(
         "--vocab",

@@ -6,7 +6,7 @@ Its multi-token-prediction layer lies behind the last layer in the checkpoint an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from vime.models.base import Family, mixture
 
@@ -18,6 +18,8 @@ class Glm4Moe(Family):
     architecture = "Glm4MoeForCausalLM"
     required = (*Family.required, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     default_rotary_percent = 0.5
+    # vLLM's model has a head of its own whatever config.json says, and would sample from one that nobody filled.
+    only: ClassVar[Mapping[str, Any]] = {**Family.only, "tie_word_embeddings": False}
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         num_layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace", 1)

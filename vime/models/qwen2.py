@@ -18,4 +18,8 @@ class Qwen2(Family):
         return {"add_qkv_bias": True}
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        return super().problems(hf) + sliding_window(hf)
+        problems = super().problems(hf) + sliding_window(hf)
+        hidden, heads, width = (hf.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+        if hidden and heads and width and width != hidden // heads:
+            problems.append(f"head_dim is {width}; vLLM's Qwen2 takes hidden_size / num_attention_heads alone")
+        return problems
