@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.vime-installed
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: help setup quickstart test test-fast test-slow test-gpu lint format type imports docs check clean
+.PHONY: help setup quickstart test test-fast test-slow test-parallel test-gpu lint format type imports docs check clean
 
 help:  ## show these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,9 @@ test-fast: $(STAMP)  ## what needs no engine and no ranks, about two minutes
 
 test-slow: $(STAMP)  ## minutes each: learning, control runs, examples
 	@$(PY) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-parallel: $(STAMP)  ## every parallel layout against one process, as a table, about ten minutes
+	@$(PY) -m tests.trainer.megatron.run_matrix $(ARGS)
 
 test-gpu: $(STAMP)  ## needs a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -77,3 +77,14 @@ def test_experts_are_cut_like_the_rest_unless_told_otherwise() -> None:
 def test_a_model_without_experts_has_none_to_divide() -> None:
     [problem] = parallel_sizes({"expert_model_parallel_size": 2}).problems(12, SHAPE)
     assert problem == "--expert-model-parallel-size is 2, but the model has no experts; leave it out"
+
+
+def test_data_parallel_ranks_are_in_lockstep_where_they_share_out_experts() -> None:
+    def in_lockstep(**sizes: int) -> bool:
+        return parallel_sizes({f"{name}_parallel_size": size for name, size in sizes.items()}).in_lockstep
+
+    assert in_lockstep(expert_model=2)
+    assert in_lockstep(expert_model=4, expert_tensor=1, tensor_model=2)
+    assert not in_lockstep(expert_model=2, expert_tensor=1, tensor_model=2)
+    assert not in_lockstep(expert_model=2, context=2)
+    assert not in_lockstep(tensor_model=2)

@@ -23,12 +23,11 @@ SMALL = {
 CPU = get_platform("cpu")
 
 
-def write_model(folder, kind, *, tied=True, dtype=torch.float32, seed=0):
+def write_model(folder, kind, *, tied=True, dtype=torch.float32, seed=0, layers=SMALL["num_hidden_layers"]):
     """A random checkpoint of a kind in tests/families.py; returns the model. GLM's head is never tied."""
     width = {} if kind in ("llama", "qwen2", "qwen2-yarn") else {"head_dim": 32}
-    return write_family(
-        folder, kind, {**SMALL, **width}, tied=tied and not kind.startswith("glm"), dtype=dtype, seed=seed
-    )
+    sizes = {**SMALL, **width, "num_hidden_layers": layers}
+    return write_family(folder, kind, sizes, tied=tied and not kind.startswith("glm"), dtype=dtype, seed=seed)
 
 
 @pytest.fixture

@@ -30,6 +30,11 @@ class ParallelSizes:
         """Ranks that work on one micro-batch together."""
         return self.tensor * self.pipeline * self.context
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether data-parallel ranks wait for each other in every micro-batch, as they share out experts."""
+        return self.expert * self.expert_tensor > self.tensor * self.context
+
     def data(self, world_size: int) -> int:
         """Data-parallel ranks of `world_size`. Raises: ConfigError if they do not come out even."""
         if problems := list(self.problems(world_size, {})):

@@ -182,6 +182,7 @@ def _plan(
         micro_batch_size=train.micro_batch_size,
         costs=costs,
         multiple=sizes.stages.micro_batch_multiple,
+        lockstep=sizes.in_lockstep,
     )
 
 

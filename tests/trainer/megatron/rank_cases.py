@@ -1,16 +1,20 @@
-"""What one rank of test_ranks.py does with each case; rank_worker.py runs it."""
+"""What one rank does with each case of the parallel matrix; rank_worker.py runs it."""
 
+import faulthandler
+import os
 import pickle
-import time
 import traceback
 import zlib
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.router import TopKRouter
 
+from tests.trainer.megatron.matrix import LOSSES
+from tests.trainer.megatron.rank_processes import result_file
 from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig, TrainConfig
-from vime.errors import TrainingError, VimeError
+from vime.errors import TrainingError
 from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
 from vime.wire import BucketMessage
@@ -29,29 +33,29 @@ class KeepingWriter:
     def close(self): ...
 
 
-def run(case, rank, world_size, folder):
+def run(case, rank, world_size, folder, platform):
     """What one trainer gives on this rank."""
     config = Config(
-        algo=AlgoConfig(**case["algo"]),
+        algo=AlgoConfig(**LOSSES[case.loss]),
         rollout=RolloutConfig(rollout_temperature=0.8),
         sync=SyncConfig(update_weight_buffer_size=20_000),
         train=TrainConfig(lr_decay_style="cosine", lr_decay_iters=10),
-        megatron={"lr": 1e-2, "adam_eps": 1e-2, **case["megatron"]},
+        megatron={"lr": 1e-2, "adam_eps": 1e-2, **case.megatron},
     )
     writer = KeepingWriter() if rank == 0 else None
     trainer = MegatronTrainer(
         config,
-        hf_path=str(folder / case["model"]),
-        platform=get_platform(case["platform"]),
+        hf_path=str(folder / case.model),
+        platform=get_platform(platform),
         rank=rank,
         world_size=world_size,
-        init_method=f"file://{folder / ('meet-' + case['name'])}",
+        init_method=f"file://{folder / f'meet {case}'}",
         total_steps=10,
         writer=writer,
     )
-    out, batches = {}, case["batches"]
-    if "load" in case:
-        trainer.load(folder / f"ck-{case['load']}")
+    out, batches = {}, case.batches
+    if case.loads:
+        trainer.load(folder / f"checkpoint {case.loads}")
         batches = batches[1:]
     out["random"] = random_streams()
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
@@ -60,16 +64,17 @@ def run(case, rank, world_size, folder):
         out["first"], writer.sent = writer.sent, []
     out["metrics"] = []
     for k, batch in enumerate(batches):
-        if k == 1 and case.get("saves"):
-            trainer.save(folder / f"ck-{case['name']}")
+        if k == 1 and case.saves:
+            trainer.save(folder / f"checkpoint {case}")
         out["metrics"].append(trainer.train(batch))
-    if case.get("exports"):
-        trainer.export_hf(folder / f"out-{case['name']}")
+    out["last_log_probs"] = trainer.log_probs(batches[0])
+    if case.exports:
+        trainer.export_hf(folder / f"export {case}")
     list(trainer.weights(2))
     if writer is not None:
         out["last"] = writer.sent
-    if "breaks" in case:
-        out["errors"] = break_it(trainer, rank, case["breaks"], batches[0])
+    if case.breaks is not None:
+        out["errors"] = break_it(trainer, rank, case.breaks, batches[0])
     trainer.close()
     return out
 
@@ -100,17 +105,45 @@ def break_it(trainer, rank, broken_rank, batch):
     return errors
 
 
-def main(rank, world_size, folder, cases):
-    """Run the cases in FOLDER/CASES; write FOLDER/result-WORLD_SIZE-RANK.pkl, a dict of results by case name."""
+class RoutingMargin:
+    """Watches routers: `smallest` is how far the last expert that a token took was ahead of the first it left.
+
+    Where that is as small as rounding, another order of sums may choose another expert, and neither is wrong: such a
+    model proves nothing.
+    """
+
+    def __init__(self):
+        self.smallest = float("inf")
+        original = TopKRouter.routing
+
+        def routing(router, logits, *args, **kwargs):
+            scores = logits.detach().float()
+            if router.score_function == "sigmoid":
+                scores = scores.sigmoid() + (0 if router.expert_bias is None else router.expert_bias)
+            best = scores.topk(router.topk + 1, dim=-1).values
+            self.smallest = min(self.smallest, float((best[..., -2] - best[..., -1]).min()))
+            return original(router, logits, *args, **kwargs)
+
+        TopKRouter.routing = routing
+
+
+def main(rank, world_size, folder, cases, platform, limit_s):
+    """Run the cases in FOLDER/CASES, each into its file (`result_file`): what `run` gives, or why it failed."""
     torch.set_num_threads(1)
-    results = {}
+    margin, parent = RoutingMargin() if world_size == 1 else None, os.getppid()
     for case in pickle.loads((folder / cases).read_bytes()):
-        start = time.perf_counter()
+        if os.getppid() != parent:
+            return  # nobody waits for the rest
+        faulthandler.dump_traceback_later(limit_s * 0.9)
         try:
-            results[case["name"]] = run(case, rank, world_size, folder)
-        except VimeError:
-            results[case["name"]] = {"failed": traceback.format_exc()}
-            break  # the others may wait in a collective
-        if rank == 0:
-            print(case["name"], f"{time.perf_counter() - start:.1f} s", flush=True)
-    (folder / f"result-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+            result = run(case, rank, world_size, folder, platform)
+            if margin is not None:
+                result["routing_margin"], margin.smallest = margin.smallest, float("inf")
+        except Exception:
+            result = {"failed": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
+        file = result_file(folder, case, world_size, rank)
+        file.with_suffix(".part").write_bytes(pickle.dumps(result))
+        file.with_suffix(".part").rename(file)
+        if "failed" in result:
+            break  # the others may wait in a collective: whoever started these processes starts new ones

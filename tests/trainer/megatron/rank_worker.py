@@ -1,6 +1,6 @@
-"""One rank of test_ranks.py: python rank_worker.py RANK WORLD_SIZE FOLDER CASES.
+"""One rank of the parallel matrix: python rank_worker.py RANK WORLD_SIZE FOLDER CASES PLATFORM LIMIT_S.
 
-CASES is a pickle in FOLDER: dicts as test_ranks.py makes them.
+CASES is a pickle in FOLDER: a list of `matrix.Case` with their batches.
 """
 
 import sys
@@ -10,4 +10,5 @@ if __name__ == "__main__":
     # Not at the top: the process that helps megatron-core to write a checkpoint reads this file again.
     from tests.trainer.megatron.rank_cases import main
 
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    rank, world_size, folder, cases, platform, limit_s = sys.argv[1:]
+    main(int(rank), int(world_size), Path(folder), cases, platform, float(limit_s))

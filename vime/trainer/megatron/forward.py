@@ -15,6 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from vime.config.parallel import ParallelSizes
 from vime.data.packing import plan_steps
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
@@ -75,10 +76,10 @@ def share(
     return np.where(wanted, out, NOT_A_NUMBER)
 
 
-def repack(batch: TrainBatch, model: ModelSettings, *, dp_size: int, max_tokens: int, multiple: int) -> StepPlan:
+def repack(batch: TrainBatch, model: ModelSettings, sizes: ParallelSizes, *, dp_size: int, max_tokens: int) -> StepPlan:
     """All samples of a batch in micro-batches of another size: without gradients, more tokens fit.
 
-    Returns: [dp_rank][micro_batch] -> samples, as many micro-batches on each rank, a multiple of `multiple`.
+    Returns: [dp_rank][micro_batch] -> samples, as many micro-batches on each rank, as many as virtual stages need.
     """
     lengths = batch.lengths.tolist()
     costs = sample_flops(model, lengths, [length - 1 for length in lengths])
@@ -90,7 +91,8 @@ def repack(batch: TrainBatch, model: ModelSettings, *, dp_size: int, max_tokens:
         dp_size=dp_size,
         max_tokens=max_tokens,
         costs=costs,
-        multiple=multiple,
+        multiple=sizes.stages.micro_batch_multiple,
+        lockstep=sizes.in_lockstep,
     )
     return plan
 

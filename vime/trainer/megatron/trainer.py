@@ -189,9 +189,9 @@ class MegatronTrainer:
             mine = forward.repack(
                 batch,
                 self._model,
+                self._settings.sizes,
                 dp_size=parallel.dp_size(),
                 max_tokens=limit * parallel.cp_size(),
-                multiple=self._layout.group,
             )[rank]
         else:
             mine = tuple(micro for step in batch.steps for micro in step[rank])

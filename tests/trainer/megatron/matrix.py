@@ -1,0 +1,251 @@
+"""The parallel matrix: every layout that is proven, one line a case. `make test-parallel` runs it all.
+
+A layout is written as it is read: ranks along each dimension, their product is the number of processes. DP data, TP
+tensor, TP2+SP with sequence parallel, PP pipeline, VP virtual stages on each pipeline rank, CP context, EP expert and
+ETP expert tensor parallel (which share out the DP, CP and TP ranks anew). A layout says its DP where it is above 1.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from tests.trainer.conftest import make_batch_of
+from vime.config.parallel import parallel_sizes
+from vime.types import TrainBatch
+
+_FLAGS = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VP": "virtual_pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+}
+
+MODELS = {  # as `write_model` takes them; "deep" ones have layers for several virtual stages
+    "qwen3": dict(kind="qwen3"),
+    "qwen3 untied": dict(kind="qwen3", tied=False),
+    "llama": dict(kind="llama", tied=False),
+    "llama tied": dict(kind="llama"),
+    "qwen2": dict(kind="qwen2"),
+    "qwen3 deep": dict(kind="qwen3", layers=4),
+    "moe": dict(kind="qwen3_moe", tied=False),
+    "moe deep": dict(kind="qwen3_moe", layers=4),
+    "glm": dict(kind="glm4_moe", tied=False),  # a dense layer, then one with experts
+    "glm deep": dict(kind="glm4_moe", tied=False, layers=4),
+}
+
+_KL = {"use_kl_loss": True, "kl_loss_coef": 0.05}
+LOSSES = {
+    "rl": {**_KL, "entropy_coef": 0.01},  # clipped policy loss, KL to a reference, entropy
+    "sft": {"loss_type": "sft_loss"},
+    "own": {  # the loss of "rl" as a custom function
+        "loss_type": "custom_loss",
+        "custom_loss_function_path": "tests.trainer.megatron.hooks.same_loss",
+        **_KL,
+        "entropy_coef": 0.01,
+    },
+}
+
+OPTIONS = {
+    "bf16": {"bf16": True},
+    "recompute full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recompute selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "overlap grad reduce": {"overlap_grad_reduce": True, "bucket_size": 3000},
+    "plain optimizer": {"use_distributed_optimizer": False},
+    "outputs deallocated": {"deallocate_pipeline_outputs": True},
+    "last stage of one layer": {"num_layers_in_last_pipeline_stage": 1},
+    "embedding and loss count": {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+    "stages spelt out": {"pipeline_model_parallel_layout": "E|tt|t|tL"},
+    "vocabulary padded": {"make_vocab_size_divisible_by": 64},  # one rank's part is padding alone
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. Its name, `str(case)`, is unique."""
+
+    layout: str
+    model: str = "qwen3"
+    option: str = ""
+    loss: str = "rl"
+    loads: str = ""
+    """Goes on from the checkpoint of the case of this name, which lies above it, after its first rollout."""
+    saves: bool = False
+    exports: bool = False
+    breaks: int | None = None
+    """A rank whose gradient is spoilt at the end, which every rank must then name."""
+    batches: tuple[TrainBatch, ...] = ()
+
+    def __str__(self) -> str:
+        loss = "" if self.loss == "rl" else self.loss
+        return " ".join(filter(None, (self.layout, self.model, self.option, loss, self.loads and f"from {self.loads}")))
+
+    @property
+    def megatron(self) -> dict[str, object]:
+        """Megatron's settings."""
+        flags: dict[str, object] = {"sequence_parallel": True} if "+SP" in self.layout else {}
+        sizes = {name: int(size) for name, size in re.findall(r"\b([A-Z]+)(\d+)", self.layout)}
+        return {**flags, **{_FLAGS[n]: s for n, s in sizes.items() if n != "DP"}, **OPTIONS.get(self.option, {})}
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return math.prod(int(size) for _, size in re.findall(r"\b(DP|TP|PP|CP)(\d+)", self.layout))
+
+    @property
+    def reference(self) -> "Case":
+        """What one process computes, to compare with."""
+        return Case("one process", self.model, loss="rl" if self.loss == "own" else self.loss)
+
+
+# What `make test` runs.
+SMOKE = [
+    Case("DP2", breaks=1),
+    Case("TP2+SP", breaks=0, exports=True, saves=True),
+    Case("PP2", breaks=0, exports=True, saves=True),
+    Case("CP2", breaks=1),
+    Case("PP2 VP2", "glm deep"),
+    Case("DP2 EP2", "moe", exports=True),
+    Case("CP2 EP2", "glm"),
+    Case("TP2+SP EP2 ETP1", "moe"),
+    Case("TP2+SP", option="bf16"),
+    # Saved after the first rollout by one layout, gone on with by the same and by another.
+    Case("TP2+SP", loads="TP2+SP qwen3"),
+    Case("PP2", loads="PP2 qwen3"),
+    Case("CP2", loads="PP2 qwen3"),
+]
+
+MATRIX = [
+    *SMOKE,
+    # Dense
+    Case("TP2", breaks=1),
+    Case("TP2", "llama"),
+    Case("TP2+SP", "llama", "plain optimizer"),
+    Case("PP2", "llama", "outputs deallocated"),
+    Case("CP2", "llama"),
+    Case("PP2", "qwen3 untied"),
+    Case("TP2", "qwen3 untied", "vocabulary padded"),
+    Case("TP2+SP", "qwen2"),
+    Case("PP2", "qwen2"),
+    Case("CP2", "qwen2"),
+    Case("PP2 VP2", "qwen3 deep"),
+    Case("PP2", "qwen3 deep", "last stage of one layer"),
+    Case("PP2", "qwen3 deep", "embedding and loss count"),
+    Case("PP2", "qwen3 deep", "stages spelt out"),
+    # Experts
+    Case("DP2", "moe"),
+    Case("PP2", "moe"),
+    Case("CP2", "moe"),
+    Case("PP2 VP2", "moe deep"),
+    Case("TP2+SP", "moe"),
+    Case("TP2+SP ETP1", "moe"),
+    Case("CP2 EP2", "moe"),
+    Case("DP2", "glm"),
+    Case("PP2", "glm"),
+    Case("CP2", "glm"),
+    Case("TP2+SP", "glm"),
+    Case("TP2+SP ETP1", "glm"),
+    Case("DP2 EP2", "glm"),
+    Case("TP2+SP EP2 ETP1", "glm"),
+    # Losses
+    Case("TP2+SP", "llama tied", loss="sft"),
+    Case("PP2", "llama tied", loss="sft"),
+    Case("CP2", "llama tied", loss="sft"),
+    Case("DP2 EP2", "glm", loss="sft"),
+    Case("PP2", loss="own"),
+    Case("CP2", loss="own"),
+    # Memory, overlap, precision
+    Case("DP2", option="overlap grad reduce", saves=True),
+    Case("PP2", option="overlap grad reduce"),
+    Case("DP2 EP2", "moe", "overlap grad reduce"),
+    Case("DP2 EP2", "moe", "plain optimizer"),
+    Case("TP2+SP", "llama", "recompute full"),
+    Case("PP2", "llama", "recompute full"),
+    Case("PP2 VP2", "qwen3 deep", "recompute full"),
+    Case("CP2", "llama", "recompute full"),
+    Case("DP2 EP2", "moe", "recompute full"),
+    Case("TP2+SP EP2 ETP1", "glm", "recompute full"),
+    Case("TP2+SP", "llama", "recompute selective"),
+    Case("CP2", "qwen3", "recompute selective"),
+    Case("DP2 EP2", "glm", "recompute selective"),
+    Case("PP2", option="bf16"),
+    Case("CP2", option="bf16"),
+    # Checkpoints
+    Case("PP2", loads="TP2+SP qwen3"),
+    Case("DP2", loads="TP2+SP qwen3"),
+    Case("TP2", loads="DP2 qwen3 overlap grad reduce"),
+    Case("TP2", loads="PP2 qwen3"),
+    Case("DP1", loads="TP2+SP qwen3"),
+    Case("DP1", loads="PP2 qwen3"),
+    Case("DP1", loads="DP2 qwen3 overlap grad reduce"),
+    # Products, 4 ranks
+    Case("TP2+SP PP2", breaks=1, saves=True),
+    Case("TP2+SP CP2", breaks=2),
+    Case("DP2 TP2", breaks=3),
+    Case("DP2 TP2+SP", "llama"),
+    Case("DP2 PP2"),
+    Case("DP2 CP2"),
+    Case("PP2 CP2", "llama"),
+    Case("DP4", "llama", "overlap grad reduce"),
+    Case("CP4"),
+    Case("PP4", "qwen3 deep"),
+    Case("DP2 PP2 VP2", "qwen3 deep"),
+    Case("TP2+SP PP2 VP2", "qwen3 deep"),
+    Case("PP2 VP2 CP2", "qwen3 deep"),
+    Case("TP2+SP PP2", "llama", "recompute full"),
+    Case("DP2 TP2", loads="TP2+SP PP2 qwen3"),
+    Case("PP2 CP2", loads="TP2+SP PP2 qwen3"),
+    Case("DP4 EP4", "moe"),
+    Case("DP4 EP2", "moe"),
+    Case("DP2 TP2+SP EP4 ETP1", "moe"),
+    Case("DP2 TP2+SP EP2 ETP1", "moe"),
+    Case("DP2 PP2 EP2", "moe"),
+    Case("DP2 CP2 EP2", "moe"),
+    Case("TP2+SP PP2 EP2 ETP1", "moe"),
+    Case("DP2 PP2 VP2 EP2", "moe deep"),
+    Case("DP2 PP2 EP2", "moe", "recompute full"),
+    Case("DP4 EP4", "glm"),
+    Case("DP2 TP2+SP EP4 ETP1", "glm"),
+    Case("DP2 PP2 EP2", "glm"),
+    Case("DP2 CP2 EP2", "glm"),
+    Case("TP2+SP CP2 EP2 ETP1", "glm"),
+    Case("TP2+SP PP2 EP2 ETP1", "glm"),
+    Case("DP2 PP2 VP2 EP2", "glm deep"),
+    Case("DP2 PP2 EP2", "glm", "recompute full"),
+]
+
+LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]
+
+
+def with_batches(case: Case, world_size: int) -> Case:
+    """The case with its three rollouts: one step, two steps (old log-probs), one that leaves a rank without samples."""
+    sizes = parallel_sizes(case.megatron)
+    dp, multiple = sizes.data(world_size), sizes.stages.micro_batch_multiple
+    batches = [
+        make_batch_of(LENGTHS, dp=dp, micro=3),
+        make_batch_of(LENGTHS, dp=dp, micro=1, steps=2, seed=1),
+        make_batch_of([5, 6, 7], seed=2),
+    ]
+    batches = [replace(b, steps=tuple(_with_multiple(_dealt(step, dp), multiple) for step in b.steps)) for b in batches]
+    for batch in batches:
+        batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
+    return replace(case, batches=tuple(batches))
+
+
+def _dealt(step, dp):
+    """The plan of a step over `dp` ranks, where it is for fewer."""
+    if len(step) == dp:
+        return step
+    samples = [i for rank in step for micro in rank for i in micro]
+    count = -(-len(samples) // dp)
+    return tuple(tuple(tuple(samples[i : i + 1]) for i in range(d, dp * count, dp)) for d in range(dp))
+
+
+def _with_multiple(step, multiple):
+    """Empty micro-batches up to a multiple, as virtual stages need."""
+    count = -(-len(step[0]) // multiple) * multiple
+    return tuple((*rank, *[()] * (count - len(rank))) for rank in step)
