@@ -22,17 +22,19 @@ _FLAGS = {
     "ETP": "expert_tensor_parallel_size",
 }
 
-MODELS = {  # as `write_model` takes them; "deep" ones have layers for several virtual stages
+# As `write_model` takes them; "deep" ones have layers for several virtual stages. Seeds of those with experts leave no
+# token between two experts (`rank_cases.RoutingMargin`).
+MODELS = {
     "qwen3": dict(kind="qwen3"),
-    "qwen3 untied": dict(kind="qwen3", tied=False),
-    "llama": dict(kind="llama", tied=False),
-    "llama tied": dict(kind="llama"),
-    "qwen2": dict(kind="qwen2"),
+    "qwen3 untied": dict(kind="qwen3", tied=False, seed=1),
     "qwen3 deep": dict(kind="qwen3", layers=4),
-    "moe": dict(kind="qwen3_moe", tied=False),
+    "llama": dict(kind="llama", tied=False),
+    "llama tied": dict(kind="llama", seed=1),
+    "qwen2": dict(kind="qwen2"),
+    "moe": dict(kind="qwen3_moe", tied=False, seed=1),
     "moe deep": dict(kind="qwen3_moe", layers=4),
     "glm": dict(kind="glm4_moe", tied=False),  # a dense layer, then one with experts
-    "glm deep": dict(kind="glm4_moe", tied=False, layers=4),
+    "glm deep": dict(kind="glm4_moe", tied=False, layers=4, seed=3),
 }
 
 _KL = {"use_kl_loss": True, "kl_loss_coef": 0.05}
@@ -109,7 +111,7 @@ SMOKE = [
     Case("PP2", breaks=0, exports=True, saves=True),
     Case("CP2", breaks=1),
     Case("PP2 VP2", "glm deep"),
-    Case("DP2 EP2", "moe", exports=True),
+    Case("DP2 EP2", "moe", exports=True, saves=True),
     Case("CP2 EP2", "glm"),
     Case("TP2+SP EP2 ETP1", "moe"),
     Case("TP2+SP", option="bf16"),
@@ -117,6 +119,7 @@ SMOKE = [
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
     Case("CP2", loads="PP2 qwen3"),
+    Case("DP2 EP2", "moe", loads="DP2 EP2 moe"),
 ]
 
 MATRIX = [
@@ -132,7 +135,7 @@ MATRIX = [
     Case("TP2+SP", "qwen2"),
     Case("PP2", "qwen2"),
     Case("CP2", "qwen2"),
-    Case("PP2 VP2", "qwen3 deep"),
+    Case("PP2 VP2", "qwen3 deep", saves=True),
     Case("PP2", "qwen3 deep", "last stage of one layer"),
     Case("PP2", "qwen3 deep", "embedding and loss count"),
     Case("PP2", "qwen3 deep", "stages spelt out"),
@@ -179,6 +182,14 @@ MATRIX = [
     Case("DP2", loads="TP2+SP qwen3"),
     Case("TP2", loads="DP2 qwen3 overlap grad reduce"),
     Case("TP2", loads="PP2 qwen3"),
+    Case("PP2 VP2", "qwen3 deep", loads="PP2 VP2 qwen3 deep"),
+    Case("PP2", "qwen3 deep", loads="PP2 VP2 qwen3 deep"),
+    Case("TP2+SP", "qwen3 deep", loads="PP2 VP2 qwen3 deep"),
+    Case("DP2", "moe", loads="DP2 EP2 moe"),
+    Case("PP2", "moe", loads="DP2 EP2 moe"),
+    Case("TP2+SP EP2 ETP1", "moe", loads="DP2 EP2 moe"),
+    Case("TP2+SP", "moe", loads="DP2 EP2 moe"),
+    Case("DP1", "moe", loads="DP2 EP2 moe"),
     Case("DP1", loads="TP2+SP qwen3"),
     Case("DP1", loads="PP2 qwen3"),
     Case("DP1", loads="DP2 qwen3 overlap grad reduce"),

@@ -23,9 +23,8 @@ def run_cases(folder, cases, *, platform="cpu", limit_s=LIMIT_S, tell=lambda cas
 
     One process computes the references meanwhile. Cases of one rank come last: they load what several have saved.
     """
-    for seed, (name, what) in enumerate(MODELS.items()):
-        if any(case.model == name for case in cases):
-            write_model(Path(folder) / name, seed=seed, **what)
+    for name in dict.fromkeys(case.model for case in cases):
+        write_model(Path(folder) / name, **MODELS[name])
     by_size = {size: [c for c in cases if c.world_size == size] for size in sorted({c.world_size for c in cases} - {1})}
     late = [c for c in cases if c.world_size == 1]
     outcomes = {}
