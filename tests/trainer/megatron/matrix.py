@@ -31,10 +31,12 @@ MODELS = {
     "llama": dict(kind="llama", tied=False),
     "llama tied": dict(kind="llama", seed=1),
     "qwen2": dict(kind="qwen2"),
-    "moe": dict(kind="qwen3_moe", tied=False, seed=1),
-    "moe deep": dict(kind="qwen3_moe", layers=4),
+    "moe": dict(kind="qwen3_moe", tied=False, seed=3),
+    "moe deep": dict(kind="qwen3_moe", layers=4, seed=4),
+    "moe mixed": dict(kind="qwen3_moe-mixed", layers=4, seed=2),  # one layer dense; weights not normalised
     "glm": dict(kind="glm4_moe", tied=False),  # a dense layer, then one with experts
     "glm deep": dict(kind="glm4_moe", tied=False, layers=4, seed=3),
+    "glm groups": dict(kind="glm4_moe-groups", tied=False),  # experts in groups; no biases, no head norms
 }
 
 _KL = {"use_kl_loss": True, "kl_loss_coef": 0.05}
@@ -147,6 +149,8 @@ MATRIX = [
     Case("TP2+SP", "moe"),
     Case("TP2+SP ETP1", "moe"),
     Case("CP2 EP2", "moe"),
+    Case("DP2 EP2", "moe mixed"),
+    Case("PP2", "moe mixed"),
     Case("DP2", "glm"),
     Case("PP2", "glm"),
     Case("CP2", "glm"),
@@ -154,6 +158,8 @@ MATRIX = [
     Case("TP2+SP ETP1", "glm"),
     Case("DP2 EP2", "glm"),
     Case("TP2+SP EP2 ETP1", "glm"),
+    Case("DP2 EP2", "glm groups"),
+    Case("TP2+SP", "glm groups"),
     # Losses
     Case("TP2+SP", "llama tied", loss="sft"),
     Case("PP2", "llama tied", loss="sft"),
