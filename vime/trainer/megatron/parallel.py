@@ -189,4 +189,7 @@ def _describe(rank: int) -> str:
         rest, at = divmod(rest, size)
         if size > 1:
             place.append(f"{name} {at}")
+    if ep_size() > 1:
+        per_stage = world_size() // pp_size()
+        place.append(f"expert {rank % per_stage // etp_size() % ep_size()}")
     return f"rank {rank} ({', '.join(place)})" if place else f"rank {rank}"
