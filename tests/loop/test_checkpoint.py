@@ -9,7 +9,16 @@ from vime.data.buffer import DataBuffer
 from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import find_checkpoints, load_checkpoint, load_weights, open_checkpoint, save_checkpoint
+from vime.loop.checkpoint import (
+    find_checkpoints,
+    load_checkpoint,
+    load_weights,
+    open_checkpoint,
+    save_checkpoint,
+    set_aside,
+    weights_of,
+    write_weights_file,
+)
 from vime.loop.replay import ReplaySource
 
 SETTINGS = {"fixed": {"--optimizer": "adam"}}
@@ -106,8 +115,58 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         load_checkpoint(open_checkpoint(tmp_path), Trainer(), FakeSource(), StopRule())
     for text in ('{"format": ', "[]", '{"format": 2, "rollout_id": 1}', '{"format": 2, "rollout_id": "1"}'):
         (path / "state.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"rollout_000001: state.json is damaged .*; move it away"):
+        with pytest.raises(ConfigError, match=r"rollout_000001 is damaged: .*state.json.*; move it away"):
             open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["state.json", "trainer/weights"])
+def test_a_damaged_newest_one_is_passed_over_for_the_one_before_it(tmp_path: Path, file: str) -> None:
+    for rollout_id in (1, 5, 12, 13):
+        save(tmp_path, rollout_id)
+    path = tmp_path / "rollout_000012"
+    (path / file).write_text("")
+    (tmp_path / "rollout_000013" / "trainer" / "weights").unlink()
+    checkpoint = open_checkpoint(tmp_path)
+    damages = [(p.name, damage) for p, damage in checkpoint.skipped]
+    assert checkpoint.rollout_id == 5 and damages[0] == ("rollout_000013", "trainer/weights is missing")
+    assert damages[1][0] == path.name and ("state.json" in damages[1][1] or "0 of 1 bytes" in damages[1][1])
+    with pytest.raises(ConfigError, match=r"rollout_000012 is damaged: .*; move it away"):
+        open_checkpoint(tmp_path, 12)  # chosen by name, it is not exchanged for another
+    assert [p.name for p in set_aside(checkpoint)] == ["damaged_rollout_000013", "damaged_rollout_000012"]
+    assert open_checkpoint(tmp_path).skipped == []
+    save(tmp_path, 12)
+    (path / file).write_text("")
+    assert [p.name for p in set_aside(open_checkpoint(tmp_path))] == ["damaged_rollout_000012_1"]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("config.json", "give it as --hf-checkpoint"),
+        ("latest_checkpointed_iteration.txt", "Megatron-LM's own"),
+        ("state.json", "it is one checkpoint: give --load .* and --ckpt-step"),
+    ],
+)
+def test_other_folders_are_named_for_what_they_are(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=words):
+        open_checkpoint(tmp_path)
+
+
+def test_weights_alone_are_a_checkpoint_of_no_rollout(tmp_path: Path) -> None:
+    FakeTrainer().save(tmp_path / "trainer")
+    write_weights_file(tmp_path, SETTINGS)
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.is_weights_alone, checkpoint.settings) == (True, SETTINGS)
+    assert weights_of(tmp_path, None) == (tmp_path / "trainer", SETTINGS)
+    with pytest.raises(ConfigError, match=r"--ckpt-step is 3, but .* holds weights alone"):
+        open_checkpoint(tmp_path, 3)
+    (tmp_path / "trainer" / "weights").write_text("")
+    with pytest.raises(ConfigError, match=r"is damaged: trainer/weights has 0 of 1 bytes; convert it again"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "weights.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"weights.json is damaged"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:

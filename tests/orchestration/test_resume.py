@@ -4,13 +4,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from vime.config import AlgoConfig, CheckpointConfig, Config, DebugConfig, RolloutConfig, TrainConfig
 from vime.errors import ConfigError
-from vime.loop.compatibility import settings_to_keep
-from vime.orchestration.resume import check_settings, checkpoint_to_load, first_rollout, replayed_rollouts
+from vime.loop.checkpoint import write_weights_file
+from vime.loop.compatibility import settings_to_keep, weights_to_keep
+from vime.orchestration.resume import check_settings, checkpoint_to_load, first_rollout, load, replayed_rollouts
 
 HF = {
     "model_type": "qwen3",
@@ -55,6 +57,32 @@ def test_an_empty_folder_begins_a_run_only_where_the_run_saves(tmp_path: Path) -
     write(tmp_path, 4, 7)
     found = checkpoint_to_load(same)
     assert found is not None and first_rollout(same, found) == 8
+
+
+def test_a_damaged_newest_one_is_passed_over_and_renamed_when_the_run_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, 4, 7)
+    (tmp_path / "rollout_000007" / "state.json").write_text("")
+    config = checkpoints(load=str(tmp_path), save=str(tmp_path))
+    found = checkpoint_to_load(config)
+    assert found is not None and first_rollout(config, found) == 5
+    trainer = source = stop = MagicMock()
+    said = load(config, found, trainer, source, stop, changed=[])
+    assert "rollout_000007 is damaged" in said and "damaged_rollout_000007 now" in said and "next is rollout 5" in said
+    assert trainer.load.call_args.args == (tmp_path / "rollout_000004" / "trainer",)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged_rollout_000007", "rollout_000004"]
+
+
+def test_converted_weights_begin_a_run_but_are_none_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    write_weights_file(tmp_path, weights_to_keep(HF, dtype="float32"))
+    with pytest.raises(ConfigError, match=r"holds weights alone .*; add --finetune"):
+        checkpoint_to_load(checkpoints(load=str(tmp_path)))
+    config = checkpoints(load=str(tmp_path), finetune=True)
+    found = checkpoint_to_load(config)
+    assert found is not None and first_rollout(config, found) == 0
+    assert check_settings(config, found, kept(config, dtype="bfloat16")) == []
+    with pytest.raises(ConfigError, match="the model's num_layers was 2 and is 3"):
+        check_settings(config, found, kept(config, num_hidden_layers=3))
 
 
 def test_checkpoints_that_would_look_newer_are_not_written_beside(tmp_path: Path) -> None:

@@ -1,21 +1,23 @@
 """One checkpoint of everything: model, optimizer, random state and data cursor, all of it there or none.
 
 A checkpoint is a folder `rollout_000041/` holding `trainer/` (the trainer's own files), `state.json` (data buffer,
-counters, the settings it depends on) and, once its step has ended, `metrics.json` (that step's metrics). It is written
-under a temporary name and renamed when complete, so a folder with the final name is whole.
+counters, the settings it depends on, sizes of the files) and, once its step has ended, `metrics.json` (that step's
+metrics). It is written under a temporary name and renamed when complete, so a folder with the final name is whole; what
+damages it later is found by the sizes. `vime convert` makes folders of weights alone, with `weights.json` instead.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from vime.protocols import DataSource, Trainer
 
 _NAME = re.compile(r"rollout_(\d{6,})")
 _FORMAT = 2
+WEIGHTS_FILE = "weights.json"
+"""Marks a folder of weights alone, and says of which model."""
 _FULL_BYTES = 16 << 20  # less space than this is none
 _REMEDY = "move it away to go on from the one before it, or name another by --ckpt-step"
 
@@ -40,6 +44,10 @@ class Checkpoint:
     stop: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the run that wrote it, see vime/loop/compatibility.py."""
+    is_weights_alone: bool = False
+    """Converted: no run has written it, and there is nothing to go on from but weights."""
+    skipped: Sequence[tuple[Path, str]] = ()
+    """Newer ones that are damaged, and what is wrong with each."""
 
 
 class CheckpointWriting:
@@ -94,9 +102,7 @@ class CheckpointWriting:
             if not self._is_written and not self._trainer.end_save(wait):
                 return None
             self._is_written = True
-            files = sorted(path for path in self._partial.rglob("*") if path.is_file())
-            sizes = {path.relative_to(self._partial).as_posix(): path.stat().st_size for path in files}
-            _write_json(self._partial / "state.json", self._state | {"files": sizes})
+            _write_json(self._partial / "state.json", self._state | {"files": _file_sizes(self._partial)})
             if self._final.exists():  # the same rollout, trained again after a resume from an earlier one
                 old = self._folder / f".replaced_{self._final.name}"
                 shutil.rmtree(old, ignore_errors=True)
@@ -152,14 +158,15 @@ def rollout_of(path: Path) -> int:
 
 
 def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
-    """The newest checkpoint of `folder`, or that of a certain rollout; nothing is loaded yet.
+    """The newest undamaged checkpoint of `folder`, or that of a certain rollout; nothing is loaded yet.
 
-    Raises: ConfigError when there is none, it is damaged, or of an unknown format.
+    Raises: ConfigError when there is none, that of the rollout is damaged, or it is of an unknown format.
     """
+    if (folder / WEIGHTS_FILE).is_file():
+        return _open_weights(folder, rollout_id)
     found = find_checkpoints(folder)
     if not found:
-        raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json)")
-    path = found[-1]
+        raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json){_hint(folder)}")
     if rollout_id is not None:
         by_number = {rollout_of(p): p for p in found}
         if rollout_id not in by_number:
@@ -167,20 +174,33 @@ def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
                 f"--ckpt-step is {rollout_id}, but --load {folder} has the checkpoints of rollouts "
                 f"{', '.join(map(str, by_number))}"
             )
-        path = by_number[rollout_id]
+        found = [by_number[rollout_id]]
+    skipped: list[tuple[Path, str]] = []
+    for path in reversed(found):
+        checkpoint = _read(path)
+        if isinstance(checkpoint, Checkpoint):
+            return replace(checkpoint, skipped=skipped)
+        skipped.append((path, checkpoint))
+    raise ConfigError([f"--load {path} is damaged: {damage}; {_REMEDY}" for path, damage in skipped])
+
+
+def _read(path: Path) -> Checkpoint | str:
+    """One checkpoint, or in what it is damaged. Raises: ConfigError if it is another one than its name says."""
     try:
         state: Any = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--load {path}: state.json is damaged ({error}); {_REMEDY}") from error
+        return f"state.json cannot be read ({error})"
     if isinstance(state, dict) and "format" in state and state["format"] != _FORMAT:
         raise ConfigError(f"--load {path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
     if damage := _damage(state):
-        raise ConfigError(f"--load {path}: state.json is damaged ({damage}); {_REMEDY}")
+        return f"in state.json {damage}"
     if state["rollout_id"] != rollout_of(path):
         raise ConfigError(
             f"--load {path} is the checkpoint of rollout {state['rollout_id']} under another name; call it "
             f"rollout_{state['rollout_id']:06d}"
         )
+    if damage := _lost_files(path, state.get("files", {})):  # older ones do not say
+        return damage
     return Checkpoint(
         path=path,
         rollout_id=state["rollout_id"],
@@ -190,11 +210,79 @@ def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
     )
 
 
+def _lost_files(path: Path, sizes: Mapping[str, int]) -> str | None:
+    """The first file that is not as large as it was written."""
+    for name, size in sizes.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (now := (path / name).stat().st_size) != size:
+            return f"{name} has {now} of {size} bytes"
+    return None
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _hint(folder: Path) -> str:
+    """What the folder is instead, if that can be seen."""
+    if (folder / "config.json").is_file():
+        return "; it is an HF checkpoint: give it as --hf-checkpoint"
+    if (folder / "state.json").is_file():
+        return f"; it is one checkpoint: give --load {folder.parent} and --ckpt-step"
+    if (folder / "latest_checkpointed_iteration.txt").is_file():
+        return (
+            "; Megatron-LM's own training loop has written it, which is not read: export it to an HF checkpoint there"
+        )
+    return ""
+
+
+def write_weights_file(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Mark a folder with the weights in `trainer/`. Args: settings: as vime.loop.compatibility.weights_to_keep."""
+    _write_json(folder / WEIGHTS_FILE, {"format": _FORMAT, "settings": settings, "files": _file_sizes(folder)})
+
+
+def _open_weights(folder: Path, rollout_id: int | None) -> Checkpoint:
+    if rollout_id is not None:
+        raise ConfigError(f"--ckpt-step is {rollout_id}, but --load {folder} holds weights alone, of no rollout")
+    try:
+        weights = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
+        settings, sizes = weights["settings"], weights["files"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ConfigError(f"--load {folder}: {WEIGHTS_FILE} is damaged ({error!r}); convert it again") from error
+    if damage := _lost_files(folder, sizes):
+        raise ConfigError(f"--load {folder} is damaged: {damage}; convert it again")
+    return Checkpoint(path=folder, rollout_id=-1, data_source={}, stop={}, settings=settings, is_weights_alone=True)
+
+
+def weights_of(folder: Path, rollout_id: int | None) -> tuple[Path, Mapping[str, Any] | None]:
+    """The trainer's part of a checkpoint, and the settings it was written under where they are known.
+
+    Args:
+        folder: a run's checkpoints, one of them, the trainer's part of one, or converted weights.
+        rollout_id: which of a run's; None: the newest.
+    Raises: ConfigError if there is none, or it is damaged.
+    """
+    if (folder / "metadata.json").is_file():
+        return folder, None
+    if (folder / "state.json").is_file():
+        folder, rollout_id = folder.parent, rollout_of(folder)
+    checkpoint = open_checkpoint(folder, rollout_id)
+    return checkpoint.path / "trainer", checkpoint.settings
+
+
 def _damage(state: Any) -> str | None:
     """What a state.json lacks."""
     if not isinstance(state, dict):
-        return "no JSON object"
-    for key, kind in (("format", int), ("rollout_id", int), ("data_source", dict), ("stop", dict), ("settings", dict)):
+        return "is no JSON object"
+    for key, kind in (
+        ("format", int),
+        ("rollout_id", int),
+        ("data_source", dict),
+        ("stop", dict),
+        ("settings", dict),
+    ):
         if not isinstance(state.get(key), kind):
             return f"{key!r} is missing or no {'number' if kind is int else 'object'}"
     return None
@@ -220,7 +308,24 @@ def load_weights(checkpoint: Checkpoint, trainer: Trainer) -> None:
     try:
         trainer.load(checkpoint.path / "trainer")
     except TrainingError as error:
-        raise TrainingError(f"--load {checkpoint.path} cannot be loaded; if damaged, {_REMEDY}: {error}") from error
+        older = [path for path in find_checkpoints(checkpoint.path.parent) if path.name < checkpoint.path.name]
+        which = f" ({rollout_of(older[-1])})" if older else ""
+        raise TrainingError(
+            f"--load {checkpoint.path} cannot be loaded; if damaged, {_REMEDY}{which}: {error}"
+        ) from error
+
+
+def set_aside(checkpoint: Checkpoint) -> list[Path]:
+    """Rename the damaged ones that were passed over, so that no later run takes them for its newest: new paths."""
+    moved = []
+    for path, _ in checkpoint.skipped:
+        for k in itertools.count():
+            aside = path.with_name(f"damaged_{path.name}" + (f"_{k}" if k else ""))
+            if not aside.exists():
+                path.rename(aside)
+                moved.append(aside)
+                break
+    return moved
 
 
 def write_metrics(checkpoint: Path, metrics: Mapping[str, float]) -> None:

@@ -18,18 +18,9 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
         hf_config: config.json of --hf-checkpoint.
         dtype: the weights', "float32" or "bfloat16".
     """
-    model = family_of(dict(hf_config)).settings(dict(hf_config))
-    architecture = {name: _plain(value) for name, value in sorted(model.transformer.items())}
     megatron, train = config.megatron, config.train
     return {
-        "model": {
-            **architecture,
-            "vocab_size": model.vocab_size,
-            "tie_word_embeddings": model.tie_word_embeddings,
-            "rotary_base": model.rotary_base,
-            **({"rotary_percent": model.rotary_percent} if model.rotary_percent != 1 else {}),
-            **({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}),
-        },
+        "model": _model(hf_config),
         "has_optimizer": not config.checkpoint.no_save_optim,
         "fixed": {
             "dtype": dtype,
@@ -51,6 +42,23 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
     }
 
 
+def weights_to_keep(hf_config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """What a checkpoint of weights alone says, that no run has written; JSON-ready."""
+    return {"model": _model(hf_config), "has_optimizer": False, "fixed": {"dtype": dtype}, "free": {}}
+
+
+def _model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    model = family_of(dict(hf_config)).settings(dict(hf_config))
+    return {
+        **{name: _plain(value) for name, value in sorted(model.transformer.items())},
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "rotary_base": model.rotary_base,
+        **({"rotary_percent": model.rotary_percent} if model.rotary_percent != 1 else {}),
+        **({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}),
+    }
+
+
 _MEGATRON_FREE = ("lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
@@ -59,17 +67,23 @@ def conflicts(saved: Mapping[str, Any], now: Mapping[str, Any], *, weights_only:
 
     Args: weights_only: optimizer, scheduler and random state are not loaded.
     """
-    yield from (
-        f"the model's {name} was {old!r} and is {new!r} (--hf-checkpoint is of another architecture)"
-        for name, old, new in _changes(saved["model"], now["model"])
-    )
+    yield from other_models(saved, now)
     for name, old, new in _changes(saved["fixed"], now["fixed"]):
         if name == "dtype":
-            yield f"the weights' dtype was {old} and is {new}; add {'--no-bf16' if old == 'float32' else '--bf16'}"
+            if weights_only:
+                continue  # they are rounded, or widened, as those of --hf-checkpoint would be
+            flag = "--no-bf16" if old == "float32" else "--bf16"
+            yield f"the weights' dtype was {old} and is {new}; add {flag}, or {_FRESH}"
         elif not weights_only:
             yield f"{name} was {old} and is {new}; use {old}, or {_FRESH}"
     if not saved["has_optimizer"] and not weights_only:
         yield "it was saved with --no-save-optim; add --no-load-optim to go on with its weights and counters"
+
+
+def other_models(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """In what the two are of different architectures, one sentence each."""
+    for name, old, new in _changes(saved["model"], now["model"]):
+        yield f"the model's {name} was {old!r} and is {new!r} (--hf-checkpoint is of another architecture)"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from vime.loop.checkpoint import (
     load_weights,
     open_checkpoint,
     rollout_of,
+    set_aside,
 )
 from vime.loop.compatibility import changes, conflicts
 from vime.loop.replay import ReplayedRollouts
@@ -40,7 +41,10 @@ def checkpoint_to_load(config: Config) -> Checkpoint | None:
             f"--load {folder}: engines serve --hf-checkpoint where no trainer is started (--debug-rollout-only), so a "
             "checkpoint cannot be used; leave --load out, or write the checkpoint by --save-hf and start from that"
         )
-    return open_checkpoint(folder, settings.ckpt_step)
+    checkpoint = open_checkpoint(folder, settings.ckpt_step)
+    if checkpoint.is_weights_alone and not settings.finetune:
+        raise ConfigError(f"--load {folder} holds weights alone (`vime convert` made it); add --finetune")
+    return checkpoint
 
 
 def first_rollout(config: Config, checkpoint: Checkpoint | None) -> int:
@@ -54,7 +58,8 @@ def first_rollout(config: Config, checkpoint: Checkpoint | None) -> int:
         start = 0 if checkpoint is None or config.checkpoint.finetune else checkpoint.rollout_id + 1
     if config.checkpoint.save is not None and trains(config):
         folder = Path(config.checkpoint.save)
-        if later := [p for p in find_checkpoints(folder) if rollout_of(p) >= start]:
+        passed_over = {} if checkpoint is None else dict(checkpoint.skipped)
+        if later := [p for p in find_checkpoints(folder) if rollout_of(p) >= start and p not in passed_over]:
             raise ConfigError(
                 f"--save {folder} holds {later[-1].name}, but this run begins with rollout {start}: go on from it by "
                 f"--load {folder}, or give another folder to --save"
@@ -93,11 +98,22 @@ def load(
     *,
     changed: Sequence[str],
 ) -> str:
-    """Load the checkpoint to go on from. Returns: what was done, in words; `changed`: as `check_settings` gives it."""
+    """Load the checkpoint to go on from; damaged newer ones in the folder of --save are renamed.
+
+    Args: changed: as `check_settings` gives it.
+    Returns: what was done, in words.
+    """
+    start = first_rollout(config, checkpoint)
     if config.checkpoint.finetune:
         load_weights(checkpoint, trainer)
-        return f"took the weights of {checkpoint.path}; everything else begins anew"
-    load_checkpoint(checkpoint, trainer, source, stop)
-    start = first_rollout(config, checkpoint)
-    differing = f"; settings changed since: {', '.join(changed)}" if changed else ""
-    return f"resumed from {checkpoint.path}; next is rollout {start}{differing}"
+        done = f"took the weights of {checkpoint.path}; everything else begins anew"
+    else:
+        load_checkpoint(checkpoint, trainer, source, stop)
+        differing = f"; settings changed since: {', '.join(changed)}" if changed else ""
+        done = f"resumed from {checkpoint.path}; next is rollout {start}{differing}"
+    if not checkpoint.skipped:
+        return done
+    passed_over = "; ".join(f"{path.name} is damaged ({damage})" for path, damage in checkpoint.skipped)
+    moved = set_aside(checkpoint) if config.checkpoint.save == config.checkpoint.load else []
+    aside = f" and is called {', '.join(path.name for path in moved)} now" if moved else ""
+    return f"{passed_over}{aside}; {done}"

@@ -41,19 +41,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, names: NameMap, mod
     Args: chunks: the rank's, one for each of its pipeline stages.
     Raises: ConfigError naming the tensors that are missing, unexpected or of another shape.
     """
-    files = _tensor_files(folder)
+    files = checked_files(folder, names, model)
     problems = []
-    expected = set(names.hf_names())
-    # A tied checkpoint may repeat the embedding as its head, and old ones carry RoPE's frequencies.
-    ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-    others = (n for n in set(files) - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
-    unexpected = sorted(n for n in others if not names.is_kept(n))
-    if missing := sorted(expected - set(files)):
-        problems.append(f"{folder} lacks {len(missing)} tensors, among them {missing[:3]}")
-    if unexpected:
-        problems.append(f"{folder} has {len(unexpected)} tensors of no known place, among them {unexpected[:3]}")
-    if problems:
-        raise ConfigError(problems)
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(files.values()))}
         for name, parameter in shards.named_parameters(chunks, tied=model.tie_word_embeddings):
@@ -71,6 +60,24 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, names: NameMap, mod
                 problems.append(f"{entry.hf[:3]}: shapes {shapes}: {problem} {name}")
     if problems:
         raise ConfigError([f"{folder}: {p}" for p in problems])
+
+
+def checked_files(folder: Path, names: NameMap, model: ModelSettings) -> dict[str, Path]:
+    """Tensor name -> its safetensors file. Raises: ConfigError naming tensors that are missing or unexpected."""
+    files = tensor_files(folder)
+    problems = []
+    expected = set(names.hf_names())
+    # A tied checkpoint may repeat the embedding as its head, and old ones carry RoPE's frequencies.
+    ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    others = (n for n in set(files) - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
+    unexpected = sorted(n for n in others if not names.is_kept(n))
+    if missing := sorted(expected - set(files)):
+        problems.append(f"{folder} lacks {len(missing)} tensors, among them {missing[:3]}")
+    if unexpected:
+        problems.append(f"{folder} has {len(unexpected)} tensors of no known place, among them {unexpected[:3]}")
+    if problems:
+        raise ConfigError(problems)
+    return files
 
 
 def _own_cut(stored: Any, cut: shards.Cut | None) -> Tensor:
@@ -105,10 +112,15 @@ def _fill(parameter: Tensor, parts: Iterator[Tensor], entry: Names, model: Model
 
 def kept_tensors(folder: Path, names: NameMap) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint that are no part of the model, as they are: `export_hf` takes them behind its own."""
-    files = {name: file for name, file in _tensor_files(folder).items() if names.is_kept(name)}
+    files = kept_files(folder, names)
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as f:
             yield from ((name, f.get_tensor(name)) for name in sorted(files) if files[name] == file)
+
+
+def kept_files(folder: Path, names: NameMap) -> dict[str, Path]:
+    """Tensor name -> its file, of those that are no part of the model."""
+    return {name: file for name, file in sorted(tensor_files(folder).items()) if names.is_kept(name)}
 
 
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:
@@ -126,6 +138,11 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
     for old in (target / "config.json", target / _INDEX, *target.glob("model*.safetensors")):
         old.unlink(missing_ok=True)
     _write_shards(tensors, target)
+    copy_other_files(source, target, dtype=dtype)
+
+
+def copy_other_files(source: Path, target: Path, *, dtype: torch.dtype) -> None:
+    """A checkpoint's tokenizer and other files that are not weights, and config.json with the weights' dtype, last."""
     for path in source.iterdir():
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
         # The last one marks folders that `vime init-model` may overwrite.
@@ -138,7 +155,7 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> its safetensors file."""
     index = folder / _INDEX
     if index.exists():

@@ -20,6 +20,8 @@ from vime.trainer.megatron import parallel
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows are tokens, and may be padded."""
+KEPT_IN_FLOAT32 = ".router.expert_bias"
+"""How tensors end that no change of dtype touches."""
 OF_EXPERTS = (Kind.EXPERTS, Kind.EXPERTS_GLU)
 
 
@@ -54,7 +56,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module], *, tied: bool) -> Iterat
     """
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
-        biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith(".router.expert_bias"))
+        biases = ((n, b) for n, b in chunk.named_buffers() if n.endswith(KEPT_IN_FLOAT32))
         for name, tensor in (*chunk.named_parameters(), *biases):
             if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
                 name = f"decoder.layers.{numbers[int(layer[1])]}.{name[layer.end() :]}"
