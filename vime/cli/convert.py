@@ -63,7 +63,7 @@ def _problems(
         yield f"{source} is an HF checkpoint itself; leave --hf-checkpoint out"
     if not is_hf and hf_checkpoint is None:
         yield (
-            f"{source} is no HF checkpoint (it has no config.json); if it is a training checkpoint, add --hf-checkpoint, "
+            f"{source} is no HF checkpoint (it has no config.json); for a training checkpoint, add --hf-checkpoint, "
             "what it was trained from: config, tokenizer and tensors that are not trained come from there"
         )
     if is_hf and ckpt_step is not None:

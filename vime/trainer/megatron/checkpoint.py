@@ -85,7 +85,7 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
         "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
-        key: ddp.module.sharded_state_dict(metadata=metadata)
+        key: _without_extra_state(ddp.module.sharded_state_dict(metadata=metadata))
         for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True)
     }
     if with_optimizer:
@@ -101,6 +101,11 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
 def _model_keys(policy: Policy) -> list[str]:
     """Where a state has each model chunk; the names in the files do not depend on it."""
     return ["model"] if len(policy.ddps) == 1 else [f"model{i}" for i in range(len(policy.ddps))]
+
+
+def _without_extra_state(model: dict[str, Any]) -> dict[str, Any]:
+    """Without what megatron-core's layers have for transformer-engine, which is nothing in each of them."""
+    return {name: entry for name, entry in model.items() if not name.endswith("._extra_state")}
 
 
 def _layout() -> dict[str, int]:
