@@ -80,7 +80,7 @@ def test_a_conversion_holds_what_a_trainer_would_have_saved_and_a_trainer_loads_
     ours, theirs = StoredTensors(tmp_path / "converted"), StoredTensors(tmp_path / "saved")
     assert all(torch.equal(ours.read(key), theirs.read(key)) for key in ours)
     with torch.no_grad():
-        for parameter in trainer._policy.module.parameters():
+        for parameter in trainer._policy.ddps[0].module.parameters():
             parameter.zero_()
     trainer.load(tmp_path / "converted")
     want = contents(source)
