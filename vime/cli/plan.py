@@ -18,6 +18,7 @@ from vime.config.modes import generates
 from vime.config.parallel import parallel_sizes
 from vime.config.validate import refuse_what_the_trainer_cannot_do
 from vime.config.validate_cluster import training_ranks
+from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
 from vime.models.activations import Recompute
@@ -105,7 +106,9 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     Raises: ConfigError if the ranks do not divide the model, or engines share devices of unknown memory.
     """
     world = training_ranks(config)
-    if problems := list(parallel_sizes(config.megatron).problems(world, model.transformer)):
+    problems = list(parallel_sizes(config.megatron).problems(world, model.transformer))
+    problems += check_recompute(config, model.transformer, stage_layers(config, model.transformer))
+    if problems:
         raise ConfigError(problems)
     colocated = config.cluster.colocate
     if device_bytes is None and colocated and generates(config):

@@ -24,6 +24,7 @@ from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
 from vime.config.validate_optimizer import check_optimizer
+from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.config.validate_reward import check_reward
 from vime.config.validate_stop import check_stop_rule
 
@@ -64,6 +65,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _batch_sizes(config),
         _algorithm(config),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
+        check_recompute(config, facts.shape, stage_layers(config, facts.shape)),
         check_lengths(config, facts.max_position_embeddings),
         check_prompts(config, reads_files=facts.reads_prompt_files),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, ChainedOptimizer, optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_te_version
 
@@ -25,6 +26,7 @@ def apply() -> None:
     fix_torch_adamw_checkpoints()
     fix_checkpoints_of_several_buckets()
     fix_checkpoints_of_stages_without_experts()
+    fix_recomputed_norms()
     host_optimizer.install()
 
 
@@ -39,6 +41,20 @@ def fix_version_of_missing_te() -> None:
     """OptimizerConfig compares the version of transformer-engine where the optimizer is on the host, even with none."""
     if get_te_version() is None:
         optimizer_config.is_te_min_version = lambda version, check_equality=True: False
+
+
+def fix_recomputed_norms() -> None:
+    """Norms that --recompute-modules layernorm repeats: "no fp8" is taken for some fp8, which asks transformer-engine
+    (a NameError)."""
+    original = CheckpointWithoutOutput.__init__
+    if hasattr(original, _MARK):
+        return
+
+    def init(self: Any, fp8: Any = None) -> None:
+        original(self, fp8=fp8 or None)
+
+    setattr(init, _MARK, True)
+    CheckpointWithoutOutput.__init__ = init
 
 
 def fix_torch_adamw_checkpoints() -> None:

@@ -51,6 +51,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "tp_comm_overlap": (False, "it needs transformer-engine"),
     "distribute_saved_activations": (False, "untried; use --sequence-parallel to spread activations over ranks"),
     "cpu_offloading": (False, "it needs transformer-engine"),
+    "fine_grained_activation_offloading": (False, "it needs transformer-engine; use --recompute-granularity"),
     "num_distributed_optimizer_instances": (1, "the optimizer is spread over all data-parallel ranks"),
     "variable_seq_lengths": (True, "micro-batches are packed and differ in length"),
     "overlap_moe_expert_parallel_comm": (False, "untried; it needs interleaved stages or no stages at all"),
