@@ -171,6 +171,13 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ({"train__stop_metric": "eval/heldout"}, "--stop-metric is eval/heldout, which is not known"),
         ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
+        ({"megatron": {"lr": 1e-6, "overlap_param_gather": True}}, "which --overlap-grad-reduce makes"),
+        (
+            {"megatron": {"lr": 1e-6, "overlap_param_gather": True, "use_distributed_optimizer": False}},
+            "no weights are gathered",
+        ),
+        ({"megatron": {"lr": 1e-6, "align_param_gather": True}}, "is for --overlap-param-gather"),
+        ({"megatron": {"lr": 1e-6, "distribute_saved_activations": True}}, "what --recompute-granularity full keeps"),
         (
             {"megatron": {"lr": 1e-6, "tp_comm_overlap": True}},
             "--tp-comm-overlap is True, but this version can only do False: why",

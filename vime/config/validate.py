@@ -24,6 +24,7 @@ from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_model import check_lengths, check_model
 from vime.config.validate_optimizer import check_optimizer
+from vime.config.validate_overlap import check_overlap
 from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.config.validate_reward import check_reward
 from vime.config.validate_stop import check_stop_rule
@@ -76,6 +77,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         *(() if evaluates_without_trainer(config) else of_training),
         check_reward(config, facts.reward_names, facts.rewards_without_label),
         check_optimizer(config),
+        check_overlap(config.megatron),
         check_stop_rule(config, facts.metric_problem),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),

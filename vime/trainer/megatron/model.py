@@ -68,6 +68,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             return hidden_states
         packed = packed_seq_params
+        # The head's weights are read without calling it: whatever waits for such a call, as DDP's gather of updated
+        # weights does, has to be told.
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
         # Each tensor-parallel rank gives its part of the gradient by the hidden states; both ways back sum them.
         if self.config.sequence_parallel:
             hidden = take_rows(gather_from_sequence_parallel_region(hidden_states)[:, 0], packed.rows)
@@ -102,6 +106,12 @@ class Policy:
     def has_distributed_optimizer(self) -> bool:
         """Whether data-parallel ranks share the optimizer's state among them."""
         return bool(self.ddps[0].ddp_config.use_distributed_optimizer)
+
+    def finish_param_gather(self) -> None:
+        """With --overlap-param-gather: wait until this rank has what the others updated. Collective."""
+        for ddp in self.ddps:
+            if ddp.ddp_config.overlap_param_gather:
+                ddp.start_param_sync(force_sync=True)
 
     def grad_buffers(self) -> list[Tensor]:
         """What gradients are summed up in."""

@@ -240,6 +240,7 @@ class MegatronTrainer:
         columns = train_step.Columns(old, reference)
         with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
+            self._policy.finish_param_gather()
         if policy_loss:
             if old is None:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
@@ -270,6 +271,8 @@ class MegatronTrainer:
     def _train_step(
         self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
     ) -> train_step.StepResult:
+        if self._hooks.before_step is not None:
+            self._policy.finish_param_gather()
         self._hooks.before_train_step(batch.rollout_id, k, self._policy)
         plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
         temperature = self._config.rollout.rollout_temperature
