@@ -56,6 +56,7 @@ OPTIONS = {
     "recompute full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "recompute selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     "overlap grad reduce": {"overlap_grad_reduce": True, "bucket_size": 3000},
+    "optimizer on the host": {"optimizer_cpu_offload": True},
     "plain optimizer": {"use_distributed_optimizer": False},
     "outputs deallocated": {"deallocate_pipeline_outputs": True},
     "last stage of one layer": {"num_layers_in_last_pipeline_stage": 1},
@@ -172,6 +173,8 @@ MATRIX = [
     Case("PP2", option="overlap grad reduce"),
     Case("DP2 EP2", "moe", "overlap grad reduce"),
     Case("DP2 EP2", "moe", "plain optimizer"),
+    Case("DP2", option="optimizer on the host"),
+    Case("TP2+SP EP2 ETP1", "moe", "optimizer on the host"),
     Case("TP2+SP", "llama", "recompute full"),
     Case("PP2", "llama", "recompute full"),
     Case("PP2 VP2", "qwen3 deep", "recompute full"),
@@ -233,6 +236,11 @@ MATRIX = [
     Case("TP2+SP PP2 EP2 ETP1", "glm"),
     Case("DP2 PP2 VP2 EP2", "glm deep"),
     Case("DP2 PP2 EP2", "glm", "recompute full"),
+]
+
+CUDA_ONLY = [  # gloo cannot gather parts of different lengths
+    Case("DP2 TP2+SP EP2 ETP2", "moe"),
+    Case("DP2 TP2+SP EP2 ETP2", "glm"),
 ]
 
 LENGTHS = [9, 4, 17, 6, 5, 12, 8, 7]

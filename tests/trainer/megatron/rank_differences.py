@@ -58,12 +58,12 @@ def differences(case, ranks, reference, folder, *, platform="cpu"):
     result = Differences(bounds=dict.fromkeys(numbers, bound))
     wanted = reference["metrics"][1:] if case.loads else reference["metrics"]
     compare_metrics(result, case, ranks, wanted, bound)
-    result.weights = max(
+    result.weights = _largest(
         float((got - want).abs().max() / want.abs().max())
         for (_, got), (_, want) in zip(ranks[0]["last"], reference["last"], strict=True)
     )
     if not case.loads:
-        result.log_probs = max(_log_prob_difference(rank, reference, np.nanmax) for rank in ranks)
+        result.log_probs = _largest(_log_prob_difference(rank, reference) for rank in ranks)
     result.problems += _weight_problems(case, ranks, reference, Path(folder))
     if reference["routing_margin"] < ROUTING_MARGIN:
         result.problems.append(
@@ -75,6 +75,11 @@ def differences(case, ranks, reference, folder, *, platform="cpu"):
     return result
 
 
+def _largest(values):
+    """NaN if one is: unlike `max`, which passes over it."""
+    return float(np.max(list(values)))
+
+
 def _relative(got, want):
     return abs(got - want) / abs(want)
 
@@ -83,8 +88,8 @@ def compare_metrics(result, case, ranks, wanted, bound):
     """Loss and gradient norm into `result`; every other train/ metric within the bound, or a problem."""
     without = ("train/pg_clipfrac",) if case.loss == "own" else ()
     pairs = [(g, w, k) for r in ranks for k, (g, w) in enumerate(zip(r["metrics"], wanted, strict=True))]
-    result.loss = max(_relative(got["train/loss"], want["train/loss"]) for got, want, _ in pairs)
-    result.grad_norm = max(_relative(got["train/grad_norm"], want["train/grad_norm"]) for got, want, _ in pairs)
+    result.loss = _largest(_relative(got["train/loss"], want["train/loss"]) for got, want, _ in pairs)
+    result.grad_norm = _largest(_relative(got["train/grad_norm"], want["train/grad_norm"]) for got, want, _ in pairs)
     for got, want, k in pairs:
         for name in want:
             if not name.startswith("train/") or name in without:
@@ -97,10 +102,11 @@ def compare_metrics(result, case, ranks, wanted, bound):
             result.problems.append(f"custom/clipped is {got['custom/clipped']}, not {want['train/pg_clipfrac']}")
 
 
-def _log_prob_difference(rank, reference, of):
+def _log_prob_difference(rank, reference):
     columns = [(rank[name], reference[name]) for name in ("log_probs", "last_log_probs")]
     columns += list(zip(rank["scores"], reference["scores"], strict=True))
-    return max(float(of(np.abs(got - want))) for got, want in columns)
+    wanted = [~np.isnan(want) for _, want in columns]  # all but each first token
+    return _largest(np.abs(got - want)[where].max() for (got, want), where in zip(columns, wanted, strict=True))
 
 
 def _weight_problems(case, ranks, reference, folder):
@@ -140,7 +146,8 @@ def _of_bf16(case, ranks, reference):
     """bf16 against float32: means, as single tokens may be far apart."""
     result = Differences(bounds=BF16)
     pairs = [(g, w) for r in ranks for g, w in zip(r["metrics"], reference["metrics"], strict=True)]
-    result.loss = max(_relative(got["train/entropy_loss"], want["train/entropy_loss"]) for got, want in pairs)
-    result.grad_norm = max(_relative(got["train/grad_norm"], want["train/grad_norm"]) for got, want in pairs)
-    result.log_probs = max(float(np.nanmean(np.abs(r["log_probs"] - reference["log_probs"]))) for r in ranks)
+    result.loss = _largest(_relative(got["train/entropy_loss"], want["train/entropy_loss"]) for got, want in pairs)
+    result.grad_norm = _largest(_relative(got["train/grad_norm"], want["train/grad_norm"]) for got, want in pairs)
+    wanted = ~np.isnan(reference["log_probs"])
+    result.log_probs = _largest(np.abs(r["log_probs"] - reference["log_probs"])[wanted].mean() for r in ranks)
     return result

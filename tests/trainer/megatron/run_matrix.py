@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tests.trainer.conftest import write_model
-from tests.trainer.megatron.matrix import MATRIX, MODELS, with_batches
+from tests.trainer.megatron.matrix import CUDA_ONLY, MATRIX, MODELS, with_batches
 from tests.trainer.megatron.rank_differences import NUMBERS, differences
 from tests.trainer.megatron.rank_processes import LIMIT_S, Outcome, Ranks
 
@@ -81,7 +81,7 @@ def main(argv=None):
     parser.add_argument("--ranks", type=int, nargs="*", help="only cases of these numbers of ranks")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one case may take")
     args = parser.parse_args(argv)
-    cases = chosen(args.only.split(), args.ranks)
+    cases = chosen(MATRIX + (CUDA_ONLY if args.device == "cuda" else []), args.only.split(), args.ranks)
     start = time.monotonic()
 
     def tell(case: object, outcome: Outcome) -> None:
@@ -98,13 +98,14 @@ def main(argv=None):
     return 1 if bad or not rows else 0
 
 
-def chosen(words, ranks=None):
-    """Rows of the table whose names hold all of these words, and the rows whose checkpoints they load."""
-    names = {str(c) for c in MATRIX if all(word in str(c).split() for word in words)}
-    for case in reversed(MATRIX):
+def chosen(cases, words, ranks=None):
+    """The cases whose names hold all of these words, and those whose checkpoints they load."""
+    fits = [c for c in cases if all(w in str(c).split() for w in words) and (not ranks or c.world_size in ranks)]
+    names = {str(c) for c in fits}
+    for case in reversed(cases):
         if str(case) in names and case.loads:
             names.add(case.loads)
-    return [c for c in MATRIX if str(c) in names and (not ranks or c.world_size in ranks)]
+    return [c for c in cases if str(c) in names]
 
 
 if __name__ == "__main__":
