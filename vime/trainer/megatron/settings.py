@@ -16,6 +16,7 @@ from vime.config import stages
 from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.models import ModelSettings
+from vime.trainer.megatron.fixes import fix_version_of_missing_te
 from vime.trainer.megatron.limits import EXPERTS, NO_FUSIONS, limits
 
 # These are torch.compile's, which is worth its start-up time on CUDA only.
@@ -134,6 +135,7 @@ def _on_host(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of an optimizer on the host: the whole of it, as in Megatron-LM, with masters nowhere else."""
     if not rest.get("optimizer_cpu_offload"):
         return {}
+    fix_version_of_missing_te()
     return {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 
 
