@@ -46,6 +46,8 @@ def save_tiny_model(folder: Path, kind: str = "qwen3", *, dtype: str = "float32"
         Qwen3MoeForCausalLM,
     )
 
+    from vime.cli.tiny_model import add_mtp_layers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,27 +85,8 @@ def save_tiny_model(folder: Path, kind: str = "qwen3", *, dtype: str = "float32"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if kind == "glm4_moe":
-        add_mtp_layer(folder / "model.safetensors", last=model.config.num_hidden_layers - 1)
+        add_mtp_layers(folder, num_layers=model.config.num_hidden_layers, num_mtp_layers=1)
     return folder
-
-
-def add_mtp_layer(file: Path, *, last: int) -> None:
-    """Put a multi-token-prediction layer behind the last, as GLM-4.5's checkpoints have it; HF's model ignores it."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    layer = f"model.layers.{last + 1}."
-    own = [name for name in tensors if name.startswith(f"model.layers.{last}.")]
-    added = {layer + name.split(".", 3)[3]: tensors[name] + 0.01 for name in own}
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        added[f"{layer}{name}.weight"] = torch.ones_like(tensors["model.norm.weight"])
-    added[f"{layer}eh_proj.weight"] = torch.cat(
-        [tensors[f"model.layers.{last}.self_attn.o_proj.weight"][:, :64]] * 2, 1
-    )
-    added[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    added[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file({**tensors, **added}, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="session")

@@ -29,29 +29,39 @@ PROMPTS = [[10, 20, 30, 40], list(range(50, 90))]
 
 
 @dataclass(frozen=True)
-class Tied:
+class Case:
     """An engine, the checkpoint it was started from, and another of the same shape."""
 
     control: VllmEngine
     served: Path
     other: Path
+    is_tied: bool
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def tied(
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("llama", True), id="llama-tied"),
+        pytest.param(("qwen3", True), id="qwen3-tied"),
+        pytest.param(("qwen3_moe", True), id="qwen3_moe-tied", marks=pytest.mark.slow),
+        pytest.param(("glm4_moe", False), id="glm4_moe", marks=pytest.mark.slow),
+    ],
+)
+def case(
     request: pytest.FixtureRequest,
     start_engine: Callable[..., EngineServer],
     tiny_qwen3: Path,
     tmp_path_factory: pytest.TempPathFactory,
     run_key: str,
-) -> Iterator[Tied]:
-    root = tmp_path_factory.mktemp(request.param)
-    served, other = (write_model(root / f"seed-{seed}", request.param, tied=True, seed=seed) for seed in (1, 2))
+) -> Iterator[Case]:
+    kind, is_tied = request.param
+    root = tmp_path_factory.mktemp(kind)
+    served, other = (write_model(root / f"seed-{seed}", kind, tied=is_tied, seed=seed) for seed in (1, 2))
     for file in tiny_qwen3.glob("tokenizer*"):
         shutil.copy(file, served)
     server = start_engine(served)
     control = VllmEngine(server.url, run_key)
-    yield Tied(control, served, other)
+    yield Case(control, served, other, is_tied)
     control.close()
     server.stop()
 
@@ -71,27 +81,27 @@ def distance(sampled: Sampled, checkpoint: Path) -> float:
     return largest(sampled.log_probs, sampled.of_responses(hf_scores(load_hf(checkpoint), sampled.sequences)))
 
 
-def test_embedding_and_head_of_a_tied_model_are_the_trainers_after_each_sync(tied: Tied, tmp_path: Path) -> None:
-    before = greedy(tied.control)
-    assert distance(before, tied.served) < 1e-5
-    assert distance(before, tied.other) > 0.5
+def test_all_weights_are_the_trainers_after_each_sync(case: Case, tmp_path: Path) -> None:
+    before = greedy(case.control)
+    assert distance(before, case.served) < 1e-5
+    assert distance(before, case.other) > 0.5
     writer = shm.Writer()
-    with megatron(tied.other, tmp_path / "rendezvous", writer=writer) as trainer:
-        assert "lm_head.weight" not in trainer.weight_names()
+    with megatron(case.other, tmp_path / "rendezvous", writer=writer) as trainer:
+        assert ("lm_head.weight" in trainer.weight_names()) is not case.is_tied
         sync = WeightSync(
             trainer,
-            [tied.control],
+            [case.control],
             transport="shm",
             probe_prompts=PROMPTS,
             probe_interval=1,
             probe_tolerance=ProbeTolerance(1e-5),
         )
         sync.publish()
-        synced = greedy(tied.control)
-        assert distance(synced, tied.other) < 1e-5
+        synced = greedy(case.control)
+        assert distance(synced, case.other) < 1e-5
         trainer.train(train_batch(synced.samples(), AlgoConfig(disable_rewards_normalization=True), max_tokens=200))
         trainer.export_hf(tmp_path / "trained")
         assert distance(synced, tmp_path / "trained") > 1e-2  # the step moved the weights
         sync.publish()
-        assert distance(greedy(tied.control), tmp_path / "trained") < 1e-5
+        assert distance(greedy(case.control), tmp_path / "trained") < 1e-5
         sync.close()

@@ -19,7 +19,9 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from tests.weight_sync.hf_trainer import HfTrainer, Named
+from vime.protocols import Completion, ProbeResult
 from vime.weight_sync import shm
+from vime.weight_sync.verify import DEFAULT_TOLERANCE, compare_probe, probe_sequences
 from vime.wire import checksum
 
 PROMPTS = [list(range(10, 30)), [7, 8, 9]]
@@ -75,11 +77,14 @@ class Bench:
         return [list(c.token_ids) for c in chosen], log_probs
 
     def distance(self) -> float:
-        """From HF's log-probs, the largest."""
+        """From HF's log-probs: what a probe bounds in this dtype, the largest or the mean difference."""
         tokens, log_probs = self.answers()
-        scores = self.trainer.score([p + t for p, t in zip(PROMPTS, tokens, strict=True)])
-        pairs = zip(PROMPTS, log_probs, scores, strict=True)
-        return max(float(np.abs(np.array(said) - score[len(p) :]).max()) for p, said, score in pairs)
+        completions = [
+            Completion(token_ids=tuple(t), log_probs=tuple(lp), finish_reason="length", weight_versions=())
+            for t, lp in zip(tokens, log_probs, strict=True)
+        ]
+        probe = ProbeResult(tuple(map(tuple, PROMPTS)), tuple(completions))
+        return DEFAULT_TOLERANCE[self.dtype].value(compare_probe(probe, self.trainer.score(probe_sequences(probe))))
 
     def export(self, folder: Path) -> None:
         """Write the trainer's weights as a checkpoint that an engine can start from."""
