@@ -51,10 +51,14 @@ LOSSES = {
     },
 }
 
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OPTIONS = {
     "bf16": {"bf16": True},
-    "recompute full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recompute full": _FULL,
     "recompute selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "recompute experts": {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]},
+    "recompute spread": {**_FULL, "distribute_saved_activations": True},
+    "overlap param gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000},
     "overlap grad reduce": {"overlap_grad_reduce": True, "bucket_size": 3000},
     "optimizer on the host": {"optimizer_cpu_offload": True},
     "plain optimizer": {"use_distributed_optimizer": False},
@@ -172,6 +176,8 @@ MATRIX = [
     Case("DP2", option="overlap grad reduce", saves=True),
     Case("PP2", option="overlap grad reduce"),
     Case("DP2 EP2", "moe", "overlap grad reduce"),
+    Case("DP2", option="overlap param gather"),
+    Case("DP2 EP2", "moe", "overlap param gather"),
     Case("DP2 EP2", "moe", "plain optimizer"),
     Case("DP2", option="optimizer on the host"),
     Case("TP2+SP EP2 ETP1", "moe", "optimizer on the host"),
@@ -184,6 +190,9 @@ MATRIX = [
     Case("TP2+SP", "llama", "recompute selective"),
     Case("CP2", "qwen3", "recompute selective"),
     Case("DP2 EP2", "glm", "recompute selective"),
+    Case("DP2 EP2", "moe", "recompute experts"),
+    Case("TP2+SP EP2 ETP1", "glm", "recompute experts"),
+    Case("TP2", "llama", "recompute spread"),
     Case("PP2", option="bf16"),
     Case("CP2", option="bf16"),
     # Checkpoints
@@ -212,6 +221,8 @@ MATRIX = [
     Case("PP2 CP2", "llama"),
     Case("DP4", "llama", "overlap grad reduce"),
     Case("CP4"),
+    Case("DP2 TP2+SP", "llama", "overlap param gather"),
+    Case("DP2 PP2 VP2", "qwen3 deep", "overlap param gather"),
     Case("PP4", "qwen3 deep"),
     Case("DP2 PP2 VP2", "qwen3 deep"),
     Case("TP2+SP PP2 VP2", "qwen3 deep"),
