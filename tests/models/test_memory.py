@@ -73,7 +73,7 @@ def test_experts_keep_every_routed_token():
     act = layer_numbers(QWEN3_30B, Division(), 0, Recompute(granularity="selective", modules=["moe_act"]))
     moe = layer_numbers(QWEN3_30B, Division(), 0, Recompute(granularity="selective", modules=["moe"]))
     assert none - act == 8 * 768
-    assert none - moe == 8 * (2048 + 3 * 768) + 4 * 128
+    assert none - moe == 8 * (2048 + 3 * 768) + 8 * 128
     shared = Recompute(granularity="selective", modules=["shared_experts"])
     glm = layer_numbers(GLM_45_AIR, Division(), 1, Recompute())
     assert glm - layer_numbers(GLM_45_AIR, Division(), 1, shared) == 3 * 1408

@@ -49,10 +49,20 @@ def layer_numbers(model: ModelSettings, division: Division, layer: int, recomput
     routed = tokens * t["moe_router_topk"] * division.etp
     f = t["moe_ffn_hidden_size"] / division.etp
     of_expert = t["hidden_size"] + _mlp(f, gated=t["gated_linear_unit"]) - (f if "moe_act" in skipped else 0)
-    kept += routed * of_expert + tokens * 4 * t["num_moe_experts"]  # the router works in float32
+    kept += routed * of_expert + tokens * 8 * t["num_moe_experts"]  # the router works in float32
     if (shared := t.get("moe_shared_expert_intermediate_size")) and "shared_experts" not in skipped:
         kept += _mlp(shared / tp, gated=t["gated_linear_unit"])
     return kept
+
+
+def largest_gradient(model: ModelSettings, division: Division, layer: int) -> int:
+    """Numbers of the largest tensor of a layer, whose gradient exists before it is added to Megatron's buffer."""
+    t = model.transformer
+    matrices = 2 if t["gated_linear_unit"] else 1
+    if not is_moe_layer(model, layer):
+        return int(matrices * t["hidden_size"] * t["ffn_hidden_size"] // division.tensor)
+    own = t["num_moe_experts"] // division.expert
+    return int(own * matrices * t["hidden_size"] * t["moe_ffn_hidden_size"] // division.etp)
 
 
 def _mlp(width: float, *, gated: bool) -> float:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vime.models.activations import Recompute, stage_numbers, stages_in_flight, working_numbers
+from vime.models.activations import (
+    Recompute,
+    largest_gradient,
+    stage_numbers,
+    stages_in_flight,
+    working_numbers,
+)
 from vime.models.division import Division, Parameters, model_parameters, padded_rows, rank_parameters
 from vime.models.settings import ModelSettings
 
@@ -160,6 +166,7 @@ def _moments(
     stages = division.layers(rank, t["num_layers"])
     kept = max(stage_numbers(model, division, layers, training.recompute) for layers in stages)
     working = max(working_numbers(model, division, layers, training.recompute) for layers in stages)
+    gradient = width * max((largest_gradient(model, division, i) for layers in stages for i in layers), default=0)
     alive = stages_in_flight(division, rank, training.micro_batches)
     head = head_bytes(model, division, training) if rank == division.pipeline - 1 else 0
     forward = (training.forward_tokens or tokens) * working_numbers(model, division, stages[0], Recompute())
@@ -168,7 +175,7 @@ def _moments(
     update = 0.0 if training.optimizer_offload_fraction else 4 * max(_shards(own, division, training))
     largest_tensor = padded_rows(model.vocab_size, division.tensor) * division.tensor * t["hidden_size"] * width
     return {
-        "activations": round(alive * kept * tokens * width + max(head, working * tokens * width)),
+        "activations": round(alive * kept * tokens * width + max(head, working * tokens * width + gradient)),
         "forward alone": round(2 * forward * width) + head,
         "optimizer step": round(update),
         "weight sync": training.sync_buffer_bytes + 2 * largest_tensor,

@@ -9,7 +9,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 from vime.config import AlgoConfig, CheckpointConfig
 from vime.errors import ConfigError, TrainingError
-from vime.trainer.megatron.host_optimizer import HostOptimizer, _NotYetBuilt
+from vime.trainer.megatron.host_optimizer import HostOptimizer, _NotYetBuilt, host_buffers
 
 HOST = {"optimizer_cpu_offload": True}
 LENGTHS = [9, 4, 12, 6]
@@ -41,11 +41,13 @@ def test_training_is_that_of_an_optimizer_on_the_device(model_folder, make_train
     trainer = make_trainer(folder, algo=SFT, megatron={**common, **HOST, **settings})
     got, weights = trained(trainer, batch, 4)
     assert got[-1] < got[0]
-    # AdamW's fused kernel rounds its update elsewhere than the plain one; in bf16 a weight may then round otherwise.
-    assert got == pytest.approx(want, rel=1e-6 if dtype == torch.float32 else 2e-3)
+    # AdamW's fused kernel rounds its update elsewhere than the plain one; in bf16 a weight may round otherwise, and
+    # where a gradient is nearly zero a different last digit moves a weight by a different part of the learning rate.
+    exact = dtype == torch.float32
+    assert got == pytest.approx(want, rel=1e-5 if exact else 5e-3)
     for name, tensor in weights.items():
-        bound = 2e-6 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(tensor, want_weights[name], atol=bound, rtol=bound)
+        far = (tensor.float() - want_weights[name].float()).norm() / want_weights[name].float().norm()
+        assert far < (1e-5 if exact else 1e-2), name
     optimizer = inner(trainer)
     assert isinstance(optimizer, HostOptimizer)
     on_host = sum(p.numel() for p in optimizer.cpu_copys_map_gpu_param)
@@ -56,9 +58,11 @@ def test_training_is_that_of_an_optimizer_on_the_device(model_folder, make_train
     assert len(optimizer.cpu_optimizers) == (len(optimizer.cpu_copys_map_gpu_param) if of_their_own else 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_goes_on_bit_by_bit(model_folder, make_trainer, make_batch, tmp_path, dtype):
-    folder, _ = model_folder(dtype=dtype)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("glm4_moe", torch.bfloat16)]
+)
+def test_a_resumed_run_goes_on_bit_by_bit(model_folder, make_trainer, make_batch, tmp_path, kind, dtype):
+    folder, _ = model_folder(kind, dtype=dtype)
     batch = make_batch(LENGTHS, micro=2)
     settings = {"algo": SFT, "megatron": {"lr": LR, **HOST, "optimizer_offload_fraction": 0.6}}
     trainer = make_trainer(folder, **settings)
@@ -164,3 +168,14 @@ def test_megatron_still_compares_the_version_of_an_engine_that_is_not_there():
 
     with pytest.raises(TypeError):
         is_te_min_version("2.1.0")
+
+
+def test_gradients_on_the_host_fill_blocks_of_powers_of_two():
+    shapes = [torch.Size(shape) for shape in ((10,), (3, 2), (20,), (5,), (4,), (1,))]
+    buffers = host_buffers(shapes, pinned=False, block=16)
+    blocks = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() // 4 for b in buffers}
+    assert list(blocks.values()) == [16, 32]
+    assert [b.shape for b in buffers] == shapes
+    for i, buffer in enumerate(buffers):
+        buffer.fill_(i)
+    assert all((buffer == i).all() for i, buffer in enumerate(buffers))

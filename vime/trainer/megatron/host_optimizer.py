@@ -13,7 +13,7 @@ faults that are mended:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -27,6 +27,7 @@ _OWN_SETTINGS = (
     *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "bias_correction", "fused"),
 )
 _STATE = ("exp_avg", "exp_avg_sq")
+_BLOCK = 1 << 31  # numbers in a block of pinned gradients, 8 GiB
 
 
 class HostOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
@@ -39,6 +40,11 @@ class HostOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
                 for p in group["params"]:
                     step = torch.zeros((), dtype=torch.float32, device=p.device)
                     optimizer.state[p] = {"step": step, **{name: torch.zeros_like(p) for name in _STATE}}
+        pinned = self.pin_cpu_grads and any(p.is_cuda for p in self.cpu_copys_map_gpu_param.values())
+        masters = list(self.cpu_copys_map_gpu_param)
+        self.cpu_copy_map_grad = dict(
+            zip(masters, host_buffers([p.shape for p in masters], pinned=pinned), strict=True)
+        )
         self._sync_sub_optimizers_state_to_hdo()
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
@@ -80,10 +86,6 @@ class HostOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
                 if grad is None:
                     master.grad = None
                     continue
-                if master not in self.cpu_copy_map_grad:
-                    self.cpu_copy_map_grad[master] = torch.empty(
-                        master.shape, dtype=master.dtype, device="cpu", pin_memory=self.pin_cpu_grads and grad.is_cuda
-                    )
                 self.cpu_copy_map_grad[master].copy_(grad, non_blocking=True)
                 master.grad = self.cpu_copy_map_grad[master]
             self._cpu_optimizer_map_data_event[optimizer] = self._d2h_stream.record_event()
@@ -127,6 +129,26 @@ class _NotYetBuilt(HostOptimizer):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         torch.optim.Optimizer.__init__(self, params, defaults=settings)
+
+
+def host_buffers(shapes: Sequence[torch.Size], *, pinned: bool, block: int = _BLOCK) -> list[Tensor]:
+    """A float32 tensor of each shape, several to one block of memory.
+
+    torch rounds each block of pinned memory up to a power of two, so blocks have such sizes and are filled.
+
+    Args: block: numbers in a block; less where fewer are left, more for a larger tensor.
+    """
+    buffers: list[Tensor] = []
+    rest = torch.empty(0)
+    left = sum(shape.numel() for shape in shapes)
+    for shape in shapes:
+        n = shape.numel()
+        if n > rest.numel():
+            size = max(n, min(block, left))
+            rest = torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, pin_memory=pinned)
+        buffers.append(rest[:n].view(shape))
+        rest, left = rest[n:], left - n
+    return buffers
 
 
 def install() -> None:
