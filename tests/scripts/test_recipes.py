@@ -127,6 +127,12 @@ def test_a_device_that_is_too_small_is_named_with_what_is_missing(tmp_path: Path
     assert "--vllm-kv-cache-memory-bytes is 12.0 GiB, but an engine's share of 0.3 leaves 0.0 GiB" in of_cache
 
 
+def test_half_of_the_smallest_recipes_tokens_and_cache_fit_into_80_gb(tmp_path: Path) -> None:
+    smaller = ("--device-memory-gib 139", "--device-memory-gib 79")
+    halves = ("max-tokens-per-gpu: 16384", "max-tokens-per-gpu: 8192"), ("42949672960", "21474836480")
+    assert edited(recipe_of("qwen3-0.6b"), tmp_path, smaller, *halves).problems() == []
+
+
 def test_a_host_that_is_too_small_is_named(tmp_path: Path) -> None:
     recipe = edited(recipe_of("glm-4.5-air"), tmp_path, ("--host-memory-gib 2000", "--host-memory-gib 1024"))
     (problem,) = recipe.problems()
