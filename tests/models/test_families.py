@@ -198,6 +198,8 @@ def test_rope_is_read_in_the_older_words_and_in_transformers_5s(change, scaling)
     ("base", "change", "word"),
     [
         (QWEN2, {"use_sliding_window": True}, "sliding-window"),
+        (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 64}}, "dual_chunk_attention_config"),
+        (QWEN3_MOE, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (QWEN3_MOE, {"num_experts": None}, "num_experts"),
         (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),
         (QWEN3_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),

@@ -15,6 +15,13 @@ from vime.models.names import NameMap, Rule, decoder_layer_rules
 from vime.models.rope import rope_scaling, rotary_base, rotary_percent, unsupported_rope
 from vime.models.settings import ModelSettings
 
+_NEVER = {
+    "quantization_config": "quantised weights cannot be trained; take the checkpoint in bfloat16",
+    "dual_chunk_attention_config": "vLLM would attend in chunks, which the trainer does not; remove it for contexts "
+    "within max_position_embeddings",
+}
+"""Keys of config.json that no family can follow."""
+
 
 class Family(ABC):
     """One architecture. `vime.models.family_of` picks it by the checkpoint's own words."""
@@ -107,10 +114,14 @@ class Family(ABC):
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
         """What the checkpoint asks for that this family's implementation cannot do, one sentence each."""
-        return unsupported_rope(hf, whole_heads=self.default_rotary_percent == 1) + [
-            f"{key} is {hf[key]!r}; only {value!r} is supported"
-            for key, value in self.only.items()
-            if hf.get(key) is not None and hf[key] != value
+        return [
+            *unsupported_rope(hf, whole_heads=self.default_rotary_percent == 1),
+            *(
+                f"{key} is {hf[key]!r}; only {value!r} is supported"
+                for key, value in self.only.items()
+                if hf.get(key) is not None and hf[key] != value
+            ),
+            *(f"{key} is set: {why}" for key, why in _NEVER.items() if hf.get(key)),
         ]
 
 
