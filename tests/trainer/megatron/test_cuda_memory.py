@@ -107,7 +107,7 @@ def test_an_optimizer_on_the_host_trains_the_same_in_less_memory(
             folder, platform=CUDA, algo=SFT, megatron={"lr": 1e-3, "clip_grad": 1.0, **(host if fraction else {})}
         )
         losses = [trainer.train(batch)["train/loss"] for _ in range(5)]
-        parameters = sum(p.numel() for p in trainer._policy.module.parameters())
+        parameters = sum(p.numel() for chunk in trainer._policy.ddps for p in chunk.parameters())
         seen[fraction] = losses, torch.cuda.memory_allocated()
     state = (8 if dtype == torch.float32 else 12) * parameters
     (want, whole), (half_losses, half), (losses, none) = (seen[f] for f in (0.0, 0.5, 1.0))
@@ -141,6 +141,26 @@ def test_a_run_with_its_optimizer_on_the_host_resumes_and_offloads(
     assert {p.device.type for p in inner.cpu_copys_map_gpu_param} == {"cpu"}
     # Attention's backward on CUDA adds in any order.
     assert got == pytest.approx(want, rel=1e-4 if dtype == torch.float32 else 5e-3)
+
+
+def test_recomputation_changes_nothing_but_rounding(wide_model, make_trainer, make_batch):
+    folder = wide_model(2, vocab_size=32_000)
+    batch = make_batch([90, 40, 170, 60], micro=2, vocab=32_000)
+
+    def step(**recompute):
+        metrics = make_trainer(folder, platform=CUDA, algo=SFT, megatron=recompute).train(batch)
+        return metrics["train/loss"], metrics["train/grad_norm"]
+
+    loss, norm = step()
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    modules = ["core_attn"], ["layernorm"], ["mlp"], ["core_attn", "layernorm", "mlp"]
+    for settings in (
+        *({**full, "recompute_method": method} for method in ("uniform", "block")),
+        *({"recompute_granularity": "selective", "recompute_modules": names} for names in modules),
+    ):
+        got_loss, got_norm = step(**settings)
+        assert got_loss == pytest.approx(loss, rel=1e-5), settings
+        assert got_norm == pytest.approx(norm, rel=1e-3), settings  # attention's backward adds in any order
 
 
 @pytest.mark.parametrize(
