@@ -1,7 +1,9 @@
 """The packing plan: every sample once, limits kept, ranks alike, deterministic."""
 
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from vime.data.packing import plan_steps
 from vime.errors import DataError
+from vime.models import family_of
+from vime.models.flops import sample_flops
 
 
 def flatten(step):
@@ -100,17 +104,11 @@ def lognormal_lengths(count, seed=0):
     return [min(8192, round(draw.lognormvariate(math.log(1000), 0.8))) for _ in range(count)]
 
 
-def forward_costs(lengths, *, hidden, layers, heads, kv_heads, ffn, vocab=151_936, active=1, experts=0):
-    """FLOPs of a decoder with heads of 128; `active` experts of width `ffn` per token, and their router."""
-    weights = hidden * 128 * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn * active + hidden * experts
-    linear, quadratic = 2 * (layers * weights + hidden * vocab), 2 * layers * heads * 128
-    return [linear * n + quadratic * n * (n + 1) for n in lengths]
-
-
-SHAPES = {
-    "Qwen3-0.6B": dict(hidden=1024, layers=28, heads=16, kv_heads=8, ffn=3072),
-    "Qwen3-30B-A3B": dict(hidden=2048, layers=48, heads=32, kv_heads=4, ffn=768, active=8, experts=128),
-}
+def forward_costs(lengths, model):
+    """FLOPs of each sample with the logits of all its tokens. Args: model: a folder of scripts/models."""
+    config = Path(__file__).parents[2] / "scripts" / "models" / model / "config.json"
+    hf = json.loads(config.read_text(encoding="utf-8"))
+    return sample_flops(family_of(hf).settings(hf), lengths, lengths)
 
 
 def imbalance(step, costs):
@@ -122,19 +120,19 @@ def imbalance(step, costs):
 
 # (over the step; row by row in lockstep) in percent, of one step of 512 samples over 8 ranks.
 @pytest.mark.parametrize(
-    ("shape", "max_tokens", "multiple", "whole", "rows"),
+    ("model", "max_tokens", "multiple", "whole", "rows"),
     [
-        ("Qwen3-0.6B", 8192, 1, 0.06, 1.9),
-        ("Qwen3-0.6B", 8192, 4, 0.06, 2.4),
-        ("Qwen3-0.6B", 16384, 1, 0.02, 0.07),
-        ("Qwen3-30B-A3B", 8192, 1, 0.1, 1.2),
-        ("Qwen3-30B-A3B", 8192, 4, 0.1, 1.8),
-        ("Qwen3-30B-A3B", 16384, 1, 0.02, 0.07),
+        ("qwen3-0.6b", 8192, 1, 0.06, 1.9),
+        ("qwen3-0.6b", 8192, 4, 0.06, 2.4),
+        ("qwen3-0.6b", 16384, 1, 0.02, 0.07),
+        ("qwen3-30b-a3b", 8192, 1, 0.1, 1.2),
+        ("qwen3-30b-a3b", 8192, 4, 0.1, 1.8),
+        ("qwen3-30b-a3b", 16384, 1, 0.02, 0.07),
     ],
 )
-def test_imbalance_of_lognormal_lengths_is_small(shape, max_tokens, multiple, whole, rows):
+def test_imbalance_of_lognormal_lengths_is_small(model, max_tokens, multiple, whole, rows):
     lengths = lognormal_lengths(512)
-    costs = forward_costs(lengths, **SHAPES[shape])
+    costs = forward_costs(lengths, model)
 
     def plan(lockstep):
         (step,) = plan_steps(
@@ -158,7 +156,7 @@ def test_imbalance_of_lognormal_lengths_is_small(shape, max_tokens, multiple, wh
 
 def test_small_steps_of_lognormal_lengths_are_even_over_their_ranks():
     lengths = lognormal_lengths(512)
-    costs = forward_costs(lengths, **SHAPES["Qwen3-0.6B"])
+    costs = forward_costs(lengths, "qwen3-0.6b")
     plan = plan_steps(lengths, range(512), global_batch_size=128, dp_size=8, max_tokens=8192, costs=costs)
     assert max(100 * imbalance(step, costs)[0] for step in plan) < 0.15
 
@@ -233,6 +231,6 @@ def test_ten_thousand_samples_are_spread_evenly():
 
 def test_ten_thousand_samples_of_unequal_cost_take_seconds_at_most():
     lengths = lognormal_lengths(10_000)
-    costs = forward_costs(lengths, **SHAPES["Qwen3-0.6B"])
+    costs = forward_costs(lengths, "qwen3-0.6b")
     (step,) = plan_steps(lengths, range(10_000), global_batch_size=10_000, dp_size=64, max_tokens=8192, costs=costs)
     assert 100 * imbalance(step, costs)[0] < 0.15
