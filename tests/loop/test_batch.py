@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vime.config import AlgoConfig, TrainConfig
-from vime.config.parallel import ParallelSizes
+from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError, DataError
 from vime.loop.batch import make_train_batch
 from vime.models import family_of
@@ -167,6 +167,13 @@ def test_a_token_budget_splits_the_step():
     assert len(shared.steps[0][0]) == 1 < len(batch.steps[0][0])
     with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
         make(two_groups(), train=replace(train, max_tokens_per_gpu=None))
+
+
+def test_virtual_pipeline_stages_get_their_micro_batches_in_groups():
+    sizes = parallel_sizes({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2})
+    for train in (TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=99), TrainConfig(micro_batch_size=4)):
+        batch, _ = make(two_groups(), train=train, sizes=sizes)
+        assert [len(micro) for micro in batch.steps[0][0]] == [2, 2], "split, though one would hold them"
 
 
 def test_ranks_are_balanced_by_the_models_operations():

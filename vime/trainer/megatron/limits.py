@@ -37,7 +37,10 @@ FIXED: dict[str, tuple[Any, str]] = {
         "megatron-core's schedules hand it to the model, and none of its layers reads it; --recompute-granularity is "
         "for all micro-batches",
     ),
-    "overlap_param_gather_with_optimizer_step": (False, "it needs --overlap-param-gather"),
+    "overlap_param_gather_with_optimizer_step": (
+        False,
+        "unproven; --overlap-param-gather overlaps with the forward pass that follows",
+    ),
     "delay_wgrad_compute": (False, "it needs transformer-engine"),
     "cross_entropy_loss_fusion": (False, "the head computes log-probs itself, chunk by chunk"),
     "enable_autocast": (False, "use --bf16"),
