@@ -1,8 +1,9 @@
 """Time, arithmetic and memory of an optimizer step on one CUDA device, without engines.
 
-    python benchmarks/train_step.py CONFIG [--num-layers N] [--megatron '{"recompute_granularity": "full"}']
+    python benchmarks/train_step.py scripts/models/qwen3-0.6b/config.json
+    python benchmarks/train_step.py scripts/models/qwen3-30b-a3b/config.json --num-layers 6
 
-A model of the shape that CONFIG says (an HF config.json) with random bf16 weights takes optimizer steps with the policy
+A model of the shape that an HF config.json says with random bf16 weights takes optimizer steps with the policy
 loss on packed sequences of equal length, the first steps left out; beside it the forward pass alone. MFU is measured
 against an 8192^3 bf16 matrix product of the same run. Operations: vime/models/flops.py, three forward passes' worth a
 step, recomputation not counted. Prints a line of JSON, and appends it to the file --out. Needs no vLLM and no Ray.
@@ -126,7 +127,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     step, forward = statistics.median(steps), statistics.median(forwards)
     flops = forward_flops(model, [arguments.length] * arguments.samples, int(batch.loss_mask.sum()))
     return {
-        "model": arguments.config.stem,
+        "model": arguments.config.parent.name,
         "num_layers": config["num_hidden_layers"],
         "parameters": parameters,
         "samples": arguments.samples,
