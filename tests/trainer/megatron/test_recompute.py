@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vime.trainer.megatron import train_step
+from vime.models import family_of
+from vime.models.activations import Recompute, stage_numbers
+from vime.models.division import Division
+from vime.trainer.megatron import hf_io, layers, train_step
 
 FULL = {"recompute_granularity": "full"}
 UNIFORM, BLOCK = ({**FULL, "recompute_method": m, "recompute_num_layers": 1} for m in ("uniform", "block"))
@@ -90,6 +93,66 @@ def test_loss_and_gradients_are_those_without(model_folder, make_trainer, make_b
         assert ((grad - want_grad).norm() / want_grad.norm()).item() < 1e-6, settings
         assert num_bytes < most, settings
         print(kind, settings, num_bytes, most)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps what torch's fused norm on CUDA keeps, but for a number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what torch's attention over packed sequences keeps, but for a number a head."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = q * k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, k, v, _ = ctx.saved_tensors
+        return grad, torch.zeros_like(k), torch.zeros_like(v)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        ("qwen3_moe", {}),
+        ("glm4_moe", {}),
+        ("qwen3", selective("layernorm", "mlp")),
+        ("glm4_moe", selective("layernorm", "moe_act", "shared_experts")),
+        ("qwen3", UNIFORM),
+    ],
+)
+def test_layers_keep_what_the_estimate_of_memory_says(
+    model_folder, make_trainer, make_batch, kept, monkeypatch, kind, settings
+):
+    """The layers that are trained on CUDA in bf16, with stand-ins for its two kernels that keep the same."""
+    monkeypatch.setattr(layers.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
+    monkeypatch.setattr(layers, "uses_varlen_kernel", lambda *args: True)
+    monkeypatch.setattr(layers, "_varlen", lambda q, k, v, packed, scale: _Attention.apply(q, k, v))
+    numbers, estimated = [], []
+    for count in (2, 4):
+        folder, _ = model_folder(kind, dtype=torch.bfloat16, layers=count)
+        trainer = make_trainer(folder, megatron={"bias_activation_fusion": True, **settings})
+        _, _, num_bytes = step(trainer, make_batch(LENGTHS), kept)
+        numbers.append(num_bytes / sum(LENGTHS) / 2)
+        hf = hf_io.read_config(folder)
+        recompute = Recompute(**{key.removeprefix("recompute_"): value for key, value in settings.items()})
+        estimated.append(stage_numbers(family_of(hf).settings(hf), Division(), range(count), recompute))
+    assert numbers[1] - numbers[0] == pytest.approx(estimated[1] - estimated[0], rel=0.02)
 
 
 def test_megatron_still_takes_no_fp8_for_some_in_recomputed_norms():
