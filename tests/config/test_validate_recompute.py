@@ -49,6 +49,8 @@ def test_what_fits_the_model_is_right():
         (selective("mla_up_proj"), "names mla_up_proj, which this model does not have"),
         (selective("mlp", shape=MOE), "names mlp, which this model does not have"),
         (selective("shared_experts", shape=MOE), "names shared_experts, which this model does not have"),
+        (problems(MOE, moe_shared_expert_overlap=True), "is for shared experts, which the model does not have"),
+        (selective("shared_experts", shape=GLM, moe_shared_expert_overlap=True), "exclude each other; drop one"),
         (selective("moe", "moe_act", shape=GLM), "which moe repeats already; drop moe_act"),
     ],
 )

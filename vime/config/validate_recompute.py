@@ -22,6 +22,8 @@ def check_recompute(config: Config, shape: Mapping[str, Any], stage_layers: Sequ
     given = config.megatron
     granularity, method = given.get("recompute_granularity"), given.get("recompute_method")
     count, modules = given.get("recompute_num_layers"), given.get("recompute_modules")
+    if given.get("moe_shared_expert_overlap"):
+        yield from _overlap(modules or (), shape)
     if granularity is None:
         for name in ("method", "num_layers", "modules"):
             if given.get(f"recompute_{name}"):
@@ -42,6 +44,13 @@ def stage_layers(config: Config, shape: Mapping[str, Any]) -> Sequence[int]:
     if num_layers is None or any(stages.problems(num_layers)):
         return ()
     return stages.layers(num_layers)
+
+
+def _overlap(modules: Sequence[str], shape: Mapping[str, Any]) -> Iterator[str]:
+    if shape and not shape.get("moe_shared_expert_intermediate_size"):
+        yield "--moe-shared-expert-overlap is for shared experts, which the model does not have; drop it"
+    elif "shared_experts" in modules:
+        yield "--moe-shared-expert-overlap and shared_experts in --recompute-modules exclude each other; drop one"
 
 
 def _full(method: Any, count: Any, modules: Any, stage_layers: Sequence[int]) -> Iterator[str]:
