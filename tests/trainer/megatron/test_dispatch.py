@@ -40,6 +40,15 @@ def test_bf16_sums_are_rounded_once():
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_chunks_are_copied_only_where_they_move(order):
+    rows, probs, sizes = torch.randn(10, 3), torch.rand(10), torch.tensor([3, 0, 5, 2])
+    got = dispatch.sort_chunks_by_idxs(rows, sizes, torch.tensor(order), probs=probs)
+    want = moe_utils.sort_chunks_by_idxs(rows, sizes, torch.tensor(order), probs=probs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (got[0] is rows) is (order == sorted(order))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,8 @@
-"""Tokens laid out by expert, and experts' outputs summed by token: megatron-core's `permute` and `unpermute`.
+"""Tokens laid out by expert, and experts' outputs summed by token: in the place of megatron-core's functions.
 
-megatron-core's own wait for the device to learn how many rows there are, which is known, and on CUDA add a token's rows
-up in whatever order they come, in the model's dtype. These do neither: sums go in the order of experts, in float32.
+Its `permute` waits for the device to learn how many rows there are, which is known; its `unpermute` adds a token's rows
+up on CUDA in whatever order they come, in the model's dtype. These do neither: sums go in the order of experts, in
+float32. Its `sort_chunks_by_idxs` copies all rows also where they lie in order.
 
 T tokens, H hidden, E experts, K of them for each token.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 
@@ -94,4 +96,21 @@ class _Sums(torch.autograd.Function):
 
 def _sum_by_token(rows: Tensor, routes: Routes) -> Tensor:
     """One kernel that gathers and adds up in float32, without a gathered copy."""
-    return F.embedding_bag(routes.place, rows.contiguous(), mode="sum")
+    return F.embedding_bag(routes.place, rows.detach().contiguous(), mode="sum")
+
+
+def sort_chunks_by_idxs(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Chunks of rows in another order; one rank that has all experts has them in order.
+
+    Args:
+        input: [rows, H].
+        split_sizes: [chunks] on the host.
+        sorted_idxs: [chunks] their numbers in the order wanted, on the host.
+        probs: [rows].
+    """
+    if bool((sorted_idxs[1:] > sorted_idxs[:-1]).all()):
+        return input, probs
+    sorted_input, sorted_probs = moe_utils.sort_chunks_by_idxs(input, split_sizes, sorted_idxs, probs, fused)
+    return sorted_input, sorted_probs

@@ -62,7 +62,8 @@ def sum_experts_in_order() -> None:
 
     See `vime.trainer.megatron.dispatch`.
     """
-    token_dispatcher.permute, token_dispatcher.unpermute = dispatch.permute, dispatch.unpermute
+    for name in ("permute", "unpermute", "sort_chunks_by_idxs"):
+        setattr(token_dispatcher, name, getattr(dispatch, name))
 
 
 def fix_torch_adamw_checkpoints() -> None:
