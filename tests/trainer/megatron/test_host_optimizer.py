@@ -36,7 +36,8 @@ def inner(trainer):
 def test_training_is_that_of_an_optimizer_on_the_device(model_folder, make_trainer, make_batch, dtype, settings, part):
     folder, _ = model_folder(dtype=dtype)
     batch = make_batch(LENGTHS, micro=2)
-    common = {"lr": LR, "clip_grad": 0.5, "weight_decay": 0.1}
+    # With Adam's own epsilon a gradient that is all rounding, which depends on the number of threads, moves a weight.
+    common = {"lr": LR, "clip_grad": 0.5, "weight_decay": 0.1, "adam_eps": 1e-4}
     want, want_weights = trained(make_trainer(folder, algo=SFT, megatron=common), batch, 4)
     trainer = make_trainer(folder, algo=SFT, megatron={**common, **HOST, **settings})
     got, weights = trained(trainer, batch, 4)
