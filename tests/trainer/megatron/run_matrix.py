@@ -76,12 +76,12 @@ def table(rows):
 def main(argv=None):
     """Returns: the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose names hold all of these words, and what they load")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose names hold all of these words")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, nargs="*", help="only cases of these numbers of ranks")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one case may take")
     args = parser.parse_args(argv)
-    cases = chosen(MATRIX + (CUDA_ONLY if args.device == "cuda" else []), args.only.split(), args.ranks)
+    cases = chosen(MATRIX + (CUDA_ONLY if args.device == "cuda" else []), args.only, args.ranks)
     start = time.monotonic()
 
     def tell(case: object, outcome: Outcome) -> None:
