@@ -26,7 +26,10 @@ def read_model_config(checkpoint: str) -> dict[str, Any]:
     folder = _folder(checkpoint)
     path = folder / "config.json" if folder else _from_hub(checkpoint, only_config=True)
     if not path.is_file():
-        raise ConfigError(f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder")
+        raise ConfigError(
+            f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder (`vime convert` makes "
+            "one of a training checkpoint)"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
