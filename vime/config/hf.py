@@ -27,8 +27,8 @@ def read_model_config(checkpoint: str) -> dict[str, Any]:
     path = folder / "config.json" if folder else _from_hub(checkpoint, only_config=True)
     if not path.is_file():
         raise ConfigError(
-            f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder (`vime convert` makes "
-            "one of a training checkpoint)"
+            f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder "
+            "(`vime convert` makes one of a training checkpoint)"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -17,8 +17,8 @@ def check_paths(config: Config) -> Iterator[str]:
         yield f"--load {checkpoint.load}: there is no such folder"
     if checkpoint.ref_load is not None and not (Path(checkpoint.ref_load) / "config.json").is_file():
         yield (
-            f"--ref-load {checkpoint.ref_load} holds no config.json; it must be an HF checkpoint folder (`vime convert` "
-            "makes one of a training checkpoint)"
+            f"--ref-load {checkpoint.ref_load} holds no config.json; it must be an HF checkpoint folder "
+            "(`vime convert` makes one of a training checkpoint)"
         )
     for flag, text in (
         ("--save", checkpoint.save),
