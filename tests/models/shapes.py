@@ -17,6 +17,7 @@ def _settings(
         "kv_channels": 128,
         "gated_linear_unit": True,
         "qk_layernorm": True,
+        "add_qkv_bias": False,
         **more,
     }
     return ModelSettings(
@@ -37,8 +38,8 @@ QWEN3_06B = _settings(1024, 28, 16, 8, 3072, tied=True)
 QWEN3_17B = _settings(2048, 28, 16, 8, 6144, tied=True)
 QWEN3_4B = _settings(2560, 36, 32, 8, 9728, tied=True)
 QWEN3_8B = _settings(4096, 36, 32, 8, 12288)
-QWEN3_30B = _settings(2048, 48, 32, 4, 6144, **_experts(128, 768))
-QWEN3_30B_6_LAYERS = _settings(2048, 6, 32, 4, 6144, **_experts(128, 768))
+QWEN3_30B = _settings(2048, 48, 32, 4, 6144, moe_layer_freq=[1] * 48, **_experts(128, 768))
+QWEN3_30B_6_LAYERS = _settings(2048, 6, 32, 4, 6144, moe_layer_freq=[1] * 6, **_experts(128, 768))
 GLM_45_AIR = _settings(
     4096,
     46,

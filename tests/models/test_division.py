@@ -3,7 +3,7 @@
 import pytest
 
 from tests.models.shapes import GLM_45, GLM_45_AIR, QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_17B, QWEN3_30B
-from vime.models.division import Division, is_moe_layer, model_parameters, padded_rows, rank_parameters
+from vime.models.division import Division, model_parameters, padded_rows, rank_parameters
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,6 @@ def test_virtual_stages_go_round_the_pipeline_and_may_be_uneven():
     assert even.layers(1, 8) == [range(2, 4), range(6, 8)]
     uneven = Division(pipeline=2, stage_layers=(5, 3))
     assert uneven.layers(0, 8) == [range(0, 5)] and uneven.layers(1, 8) == [range(5, 8)]
-
-
-def test_leading_layers_of_glm_are_dense():
-    assert [is_moe_layer(GLM_45_AIR, i) for i in range(3)] == [False, True, True]
-    assert not is_moe_layer(QWEN3_4B, 0) and is_moe_layer(QWEN3_30B, 0)
 
 
 def test_rows_of_the_vocabulary_are_padded_to_whole_parts():

@@ -22,8 +22,9 @@ from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
 from vime.models.activations import Recompute
-from vime.models.division import Division, model_parameters
+from vime.models.division import Division
 from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
+from vime.models.parameters import parameters
 
 _UTILIZATION = 0.92  # vLLM's own default
 
@@ -225,7 +226,7 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     sizes = {"TP": d.tensor, "PP": d.pipeline, "CP": d.context, "DP": d.data, "EP": d.expert}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     lines = [
-        f"{model_parameters(plan.model):,} parameters, {plan.training.dtype}; {d.world_size} training ranks: {layout}; "
+        f"{parameters(plan.model).total:,} parameters, {plan.training.dtype}; {d.world_size} training ranks: {layout}; "
         f"{plan.training.tokens} tokens a micro-batch",
         "GiB of one device" + "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in plan.devices),
     ]
@@ -254,7 +255,7 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
 def _as_json(plan: Plan, problems: Sequence[str]) -> str:
     return json.dumps(
         {
-            "parameters": model_parameters(plan.model),
+            "parameters": parameters(plan.model).total,
             "division": asdict(plan.division),
             "training": asdict(plan.training),
             "devices": [

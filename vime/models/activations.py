@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vime.models.division import Division, is_moe_layer
+from vime.models.division import Division
 from vime.models.settings import ModelSettings
 
 
@@ -41,7 +41,7 @@ def layer_numbers(model: ModelSettings, division: Division, layer: int, recomput
     kept += q if t.get("qk_layernorm") else 0  # the query heads' norm takes a copy of its part
     kept += q + k  # rotated queries and keys; recomputing attention keeps those before the rotation instead
     kept += q  # attention's result
-    if not is_moe_layer(model, layer):
+    if not model.has_experts(layer):
         return kept + (0 if "mlp" in skipped else _mlp(t["ffn_hidden_size"] / tp, gated=t["gated_linear_unit"]))
     if "moe" in skipped:
         return kept
@@ -59,7 +59,7 @@ def largest_gradient(model: ModelSettings, division: Division, layer: int) -> in
     """Numbers of the largest tensor of a layer, whose gradient exists before it is added to Megatron's buffer."""
     t = model.transformer
     matrices = 2 if t["gated_linear_unit"] else 1
-    if not is_moe_layer(model, layer):
+    if not model.has_experts(layer):
         return int(matrices * t["hidden_size"] * t["ffn_hidden_size"] // division.tensor)
     own = t["num_moe_experts"] // division.expert
     return int(own * matrices * t["hidden_size"] * t["moe_ffn_hidden_size"] // division.etp)

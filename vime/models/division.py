@@ -57,8 +57,8 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """Parameter counts: experts apart, because other ranks share them."""
+class RankParameters:
+    """Parameters that one rank holds: experts apart, because other ranks share them."""
 
     dense: int
     experts: int = 0
@@ -68,33 +68,24 @@ class Parameters:
         """Both."""
         return self.dense + self.experts
 
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.experts + other.experts)
+    def __add__(self, other: RankParameters) -> RankParameters:
+        return RankParameters(self.dense + other.dense, self.experts + other.experts)
 
 
-def is_moe_layer(model: ModelSettings, layer: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
-    t = model.transformer
-    if not t.get("num_moe_experts"):
-        return False
-    frequency = t.get("moe_layer_freq", 1)
-    return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
-
-
-def rank_parameters(model: ModelSettings, division: Division, pipeline_rank: int) -> Parameters:
+def rank_parameters(model: ModelSettings, division: Division, pipeline_rank: int) -> RankParameters:
     """What one rank of this pipeline stage holds; a tied head on another stage than the embedding is a second copy."""
     t = model.transformer
     stages = division.layers(pipeline_rank, t["num_layers"])
-    total = Parameters(0)
+    total = RankParameters(0)
     for layer in (i for stage in stages for i in stage):
         total += layer_parameters(model, division, layer)
     vocabulary = padded_rows(model.vocab_size, division.tensor) * t["hidden_size"]
     first, last = pipeline_rank == 0, pipeline_rank == division.pipeline - 1
     if first:
-        total += Parameters(vocabulary)
+        total += RankParameters(vocabulary)
     if last:
         head_is_own = not model.tie_word_embeddings or not first
-        total += Parameters(t["hidden_size"] + (vocabulary if head_is_own else 0))
+        total += RankParameters(t["hidden_size"] + (vocabulary if head_is_own else 0))
     return total
 
 
@@ -104,11 +95,11 @@ def padded_rows(vocab_size: int, tensor: int) -> int:
 
 
 def model_parameters(model: ModelSettings) -> int:
-    """Parameters of the whole model."""
+    """RankParameters of the whole model."""
     return rank_parameters(model, Division(), 0).total
 
 
-def layer_parameters(model: ModelSettings, division: Division, layer: int) -> Parameters:
+def layer_parameters(model: ModelSettings, division: Division, layer: int) -> RankParameters:
     """One rank's part of a decoder layer."""
     t, tp = model.transformer, division.tensor
     hidden, head = t["hidden_size"], t["kv_channels"]
@@ -120,10 +111,10 @@ def layer_parameters(model: ModelSettings, division: Division, layer: int) -> Pa
         dense += qkv
     if t.get("qk_layernorm"):
         dense += 2 * head
-    if not is_moe_layer(model, layer):
-        return Parameters(dense + matrices * hidden * t["ffn_hidden_size"] // tp)
+    if not model.has_experts(layer):
+        return RankParameters(dense + matrices * hidden * t["ffn_hidden_size"] // tp)
     experts = t["num_moe_experts"]
     shared = t.get("moe_shared_expert_intermediate_size") or 0
     dense += experts * hidden + matrices * hidden * shared // tp  # the router is whole on every rank
     expert = matrices * hidden * t["moe_ffn_hidden_size"] // division.etp
-    return Parameters(dense, experts // division.expert * expert)
+    return RankParameters(dense, experts // division.expert * expert)

@@ -16,7 +16,8 @@ from vime.models.activations import (
     stages_in_flight,
     working_numbers,
 )
-from vime.models.division import Division, Parameters, model_parameters, padded_rows, rank_parameters
+from vime.models.division import Division, RankParameters, padded_rows, rank_parameters
+from vime.models.parameters import parameters
 from vime.models.settings import ModelSettings
 
 GIB = 1 << 30
@@ -83,7 +84,7 @@ class DeviceMemory:
     """One device of one pipeline rank. All in bytes."""
 
     pipeline_rank: int
-    parameters: Parameters
+    parameters: RankParameters
     parts: Mapping[str, int]
     """What is there at the fullest moment, by name; `total` is their sum."""
     moments: Mapping[str, int]
@@ -137,28 +138,28 @@ def _device(
     return DeviceMemory(rank, own, parts, moments, PROCESS_BYTES + host + training.sync_buffer_bytes)
 
 
-def _shards(own: Parameters, division: Division, training: Training) -> tuple[float, float]:
-    """Parameters whose optimizer state is on this rank: dense ones and experts'."""
+def _shards(own: RankParameters, division: Division, training: Training) -> tuple[float, float]:
+    """RankParameters whose optimizer state is on this rank: dense ones and experts'."""
     return _copies_shared(own, division) if training.use_distributed_optimizer else (own.dense, own.experts)
 
 
-def _copies_shared(own: Parameters, division: Division) -> tuple[float, float]:
+def _copies_shared(own: RankParameters, division: Division) -> tuple[float, float]:
     """Dense parameters and experts', each divided by the ranks that hold the same ones."""
     return own.dense / division.dense_copies, own.experts / division.expert_copies
 
 
-def _optimizer_bytes(own: Parameters, division: Division, training: Training) -> float:
+def _optimizer_bytes(own: RankParameters, division: Division, training: Training) -> float:
     """Two moments, and float32 master weights beside weights of another dtype."""
     return (8 if training.dtype == "float32" else 12) * sum(_shards(own, division, training))
 
 
-def _gradient_shard_bytes(own: Parameters, division: Division, training: Training) -> float:
+def _gradient_shard_bytes(own: RankParameters, division: Division, training: Training) -> float:
     """Gradients where an optimizer on the host reads them."""
     return 4 * sum(_shards(own, division, training))
 
 
 def _moments(
-    model: ModelSettings, division: Division, training: Training, own: Parameters, rank: int
+    model: ModelSettings, division: Division, training: Training, own: RankParameters, rank: int
 ) -> dict[str, int]:
     """Bytes that come and go, in each phase of a step."""
     t = model.transformer
@@ -226,7 +227,7 @@ def engine_sync_bytes(model: ModelSettings, engine: Engine, training: Training) 
 
 def engine_room_bytes(model: ModelSettings, engine: Engine, dtype: str) -> float:
     """What an engine's share of each device leaves for the KV cache; negative when its weights alone do not fit."""
-    weights = _WIDTH[dtype] * model_parameters(model) / engine.tensor
+    weights = _WIDTH[dtype] * parameters(model).total / engine.tensor
     return engine.utilization * engine.device_bytes - weights - ENGINE_WORKING_BYTES
 
 
