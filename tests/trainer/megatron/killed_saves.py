@@ -16,6 +16,7 @@ from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import load_checkpoint, open_checkpoint
 from vime.loop.keeper import CheckpointKeeper
 from vime.platform import get_platform
+from vime.trainer.megatron import cpu_shims
 from vime.trainer.megatron.trainer import MegatronTrainer
 
 STEPS = 3
@@ -98,6 +99,7 @@ def death_before(event):
 
 def main(model, scratch, in_background, first, every):
     """Kill runs before every `every`-th event and see how they go on; one line of JSON for each."""
+    cpu_shims.install()  # imports more, which each fork would do anew
     run = partial(train, model, in_background=in_background)
     in_a_fork(partial(run, scratch / "straight", scratch / "want"))
     event, was_killed = first, True
