@@ -30,7 +30,7 @@ test-fast: $(STAMP)  ## what needs no engine and no ranks, about two minutes
 test-slow: $(STAMP)  ## minutes each: learning, control runs, examples
 	@$(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
-test-parallel: $(STAMP)  ## every parallel layout against one process, as a table, about ten minutes
+test-parallel: $(STAMP)  ## every parallel layout against one process, as a table, about five minutes
 	@$(PY) -m tests.trainer.megatron.run_matrix $(ARGS)
 
 test-gpu: $(STAMP)  ## needs a CUDA device
