@@ -25,6 +25,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     Raises: ConfigError naming what is supported.
     """
     architectures = hf_config.get("architectures")
+    if not isinstance(architectures, list | tuple | None):
+        raise ConfigError(f"config.json: architectures is {architectures!r}, but must be a list of class names")
     for family in FAMILIES:
         if hf_config.get("model_type") == family.model_type and family.architecture in (
             architectures or [family.architecture]

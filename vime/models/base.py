@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from vime.errors import ConfigError
+from vime.models.config_values import value_problems
 from vime.models.names import NameMap, Rule, decoder_layer_rules
 from vime.models.rope import rope_scaling, rotary_base, rotary_percent, unsupported_rope
 from vime.models.settings import ModelSettings
@@ -50,8 +51,10 @@ class Family(ABC):
         Args: hf: its config.json.
         Raises: ConfigError listing everything the checkpoint asks for that cannot be done, or that is missing.
         """
-        missing = [f"config.json lacks {key}" for key in self.required if not isinstance(hf.get(key), int)]
-        if problems := [*self.problems(hf), *missing]:
+        wrong = value_problems(hf)
+        missing = [f"config.json lacks {key}" for key in self.required if key not in hf]
+        # What the family says of values rests on their being numbers.
+        if problems := [*(wrong or self.problems(hf)), *missing]:
             raise ConfigError([f"model of type {self.model_type}: {p}" for p in problems])
         heads = hf["num_attention_heads"]
         transformer = {
