@@ -77,6 +77,8 @@ def test_experts_are_cut_like_the_rest_unless_told_otherwise() -> None:
 def test_a_model_without_experts_has_none_to_divide() -> None:
     [problem] = parallel_sizes({"expert_model_parallel_size": 2}).problems(12, SHAPE)
     assert problem == "--expert-model-parallel-size is 2, but the model has no experts; leave it out"
+    [problem] = parallel_sizes({"expert_tensor_parallel_size": 2}).problems(12, SHAPE)
+    assert problem == "--expert-tensor-parallel-size is 2, but the model has no experts; leave it out"
 
 
 def test_data_parallel_ranks_are_in_lockstep_where_they_share_out_experts() -> None:
@@ -88,3 +90,6 @@ def test_data_parallel_ranks_are_in_lockstep_where_they_share_out_experts() -> N
     assert not in_lockstep(expert_model=2, expert_tensor=1, tensor_model=2)
     assert not in_lockstep(expert_model=2, context=2)
     assert not in_lockstep(tensor_model=2)
+    # Ranks 0 to 2 and 3 to 5 share out experts, 0 to 3 and 4 to 7 micro-batches: rank 3 waits for both.
+    assert in_lockstep(expert_model=3, expert_tensor=1, tensor_model=4)
+    assert in_lockstep(expert_model=2, context=3)

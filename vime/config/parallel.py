@@ -32,8 +32,12 @@ class ParallelSizes:
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether data-parallel ranks wait for each other in every micro-batch, as they share out experts."""
-        return self.expert * self.expert_tensor > self.tensor * self.context
+        """Whether data-parallel ranks wait for each other in every micro-batch, as they share out experts.
+
+        Ranks of a stage are cut into runs of equal length, once into those that share a micro-batch and once into those
+        that share out experts: only where the latter divides the former does no run of experts cross a boundary.
+        """
+        return self.tensor * self.context % (self.expert * self.expert_tensor) != 0
 
     def data(self, world_size: int) -> int:
         """Data-parallel ranks of `world_size`. Raises: ConfigError if they do not come out even."""
@@ -80,8 +84,11 @@ class ParallelSizes:
         yield from self.stages.problems(shape.get("num_layers"))
         if shape.get("num_moe_experts"):
             yield from self._expert_problems(world_size, shape, on_cpu=on_cpu)
-        elif shape and self.expert > 1:
-            yield f"--expert-model-parallel-size is {self.expert}, but the model has no experts; leave it out"
+        elif shape:
+            if self.expert > 1:
+                yield f"--expert-model-parallel-size is {self.expert}, but the model has no experts; leave it out"
+            if self.expert_tensor != self.tensor:
+                yield f"--expert-tensor-parallel-size is {self.expert_tensor}, but the model has no experts; leave it out"
 
     def _expert_problems(self, world_size: int, shape: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
         """What stands against this division of a model with experts."""
