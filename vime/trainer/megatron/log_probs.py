@@ -100,7 +100,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g for g in grads)
         d_hidden = torch.zeros_like(hidden)
         real = weight.detach()[: ctx.num_rows]
-        d_weight, returned = _gradient_of(weight)
+        weight_is_trained = ctx.needs_input_grad[1]
+        d_weight, returned = _gradient_of(weight) if weight_is_trained else (None, False)
         d_logits_of = _fused(_d_logits if grads[1] is not None else _d_logits_without_entropy, hidden)
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
             d_logits = d_logits_of(
@@ -113,11 +114,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 ctx.temperature,
             )
             d_hidden[rows] = d_logits @ real
-            _add_product(d_weight[: ctx.num_rows], d_logits, hidden[rows])
+            if d_weight is not None:
+                _add_product(d_weight[: ctx.num_rows], d_logits, hidden[rows])
             del d_logits
-        if returned:
+        if returned and d_weight is not None:
             return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
-        if not ctx.weight_is_shared and weight.grad is None:
+        if weight_is_trained and not ctx.weight_is_shared and weight.grad is None:
             weight.grad = weight.new_zeros(()).expand_as(weight)
         return d_hidden, None, None, None, None, None, None, None
 
