@@ -115,6 +115,16 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_policy_loss(model_folder, mak
         assert own[name] == pytest.approx(plain[name], rel=1e-5)
     assert own["custom/clipped"] == pytest.approx(plain["train/pg_clipfrac"], rel=1e-5)
     assert own["custom/tokens"] == batch.loss_mask.sum() / 2
+    algo = AlgoConfig(loss_type="custom_loss", custom_loss_function_path=f"{HOOKS}.loss_where_there_are_tokens")
+    one = make_batch(LENGTHS)
+    # The last micro-batch's backward starts the reductions, and with experts other ranks wait for it.
+    [plan] = one.steps
+    padded = replace(one, steps=(((*plan[0], ()),),))
+    overlap = {"overlap_grad_reduce": True}
+    trainers = (make_trainer(folder, algo=algo, megatron=overlap) for _ in range(2))
+    # From the second step on, that is; the first starts them itself.
+    want, got = ([t.train(b) for b in (one, second)][1] for t, second in zip(trainers, (one, padded), strict=True))
+    assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-6)
     algo = AlgoConfig(loss_type="custom_loss", custom_loss_function_path=f"{HOOKS}.loss_without_gradient")
     with pytest.raises(HookError, match=r"loss_without_gradient returned 1.0|tensor\(1\.\)"):
         make_trainer(folder, algo=algo).train(batch)

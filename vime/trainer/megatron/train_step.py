@@ -157,6 +157,8 @@ def _micro_loss(
     if own_loss is not None:
         inputs = _loss_inputs(log_probs, entropy, micro, batch, columns, column)
         main, own = own_loss(inputs)
+        if not len(micro.wanted):
+            main = main + log_probs.sum()  # of nothing, but backward must run: other ranks may wait for this one there
         log_ratio = (weights * (inputs.old_log_probs - detached)).sum()
     elif algo.loss_type == "sft_loss":
         main = -(weights * log_probs).sum()
