@@ -85,10 +85,9 @@ class ParallelSizes:
         if shape.get("num_moe_experts"):
             yield from self._expert_problems(world_size, shape, on_cpu=on_cpu)
         elif shape:
-            if self.expert > 1:
-                yield f"--expert-model-parallel-size is {self.expert}, but the model has no experts; leave it out"
-            if self.expert_tensor != self.tensor:
-                yield f"--expert-tensor-parallel-size is {self.expert_tensor}, but the model has no experts; leave it out"
+            for dimension, size, unset in (("model", self.expert, 1), ("tensor", self.expert_tensor, self.tensor)):
+                if size != unset:
+                    yield f"--expert-{dimension}-parallel-size is {size}, but the model has no experts; leave it out"
 
     def _expert_problems(self, world_size: int, shape: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
         """What stands against this division of a model with experts."""

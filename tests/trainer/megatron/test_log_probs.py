@@ -41,7 +41,9 @@ def test_values_and_gradients_match_the_direct_ones(chunk_size, temperature):
 def test_a_frozen_weight_gets_no_gradient_though_megatron_has_a_place_for_one():
     hidden, weight, targets = inputs()
     weight.requires_grad_(False).main_grad = torch.zeros(weight.shape)
-    chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk_size=5, weight_is_shared=False)[0].sum().backward()
+    chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk_size=5, weight_is_shared=False)[
+        0
+    ].sum().backward()
     want = torch.autograd.grad(direct(hidden, weight, targets, 1.0)[0].sum(), hidden)[0]
     torch.testing.assert_close(hidden.grad, want, atol=1e-5, rtol=1e-5)
     assert not weight.main_grad.any()
