@@ -39,11 +39,14 @@ class StoredTensors:
         entries = metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._chunks: dict[str, list[_Chunk]] = {key: [] for key in self._tensors}
+        sizes = {
+            key: {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            for key, entry in self._tensors.items()
+        }
         for index, place in (metadata.storage_data or {}).items():
             if index.fqn in self._tensors and index.offset is not None:
-                sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in self._tensors[index.fqn].chunks}
                 offsets = tuple(index.offset)
-                self._chunks[index.fqn].append(_Chunk(offsets, sizes[offsets], place))
+                self._chunks[index.fqn].append(_Chunk(offsets, sizes[index.fqn][offsets], place))
 
     def keys(self) -> set[str]:
         """Of all tensors."""
