@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vime.config.stages import stages_of
+from vime.config.stages import Stages, stages_of
 from vime.errors import ConfigError
 
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
@@ -91,3 +91,14 @@ def test_the_micro_batches_of_virtual_stages_come_in_groups() -> None:
 def test_what_needs_no_model_is_checked_without_one() -> None:
     assert any("give one" in p for p in stages_of({**VIRTUAL, EACH: 2}, 2).problems(None))
     assert not list(stages_of(VIRTUAL, 2).problems(None))
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_pipeline_of_no_ranks_is_named(ranks: int) -> None:
+    assert list(Stages(ranks=ranks).problems(4)) == [f"--pipeline-model-parallel-size is {ranks}; at least 1 is needed"]
+
+
+@pytest.mark.parametrize("layout", ["Et*99999999|L", "E(t|)*1000000000L", "Et*" + "9" * 5000 + "|L"])
+def test_a_layout_that_repeats_without_end_is_refused_and_not_written_out(layout: str) -> None:
+    (problem,) = Stages(ranks=2, layout=layout).problems(4)
+    assert "repeats too often; 10000 times are the most" in problem

@@ -10,6 +10,7 @@ from typing import Any
 from vime.errors import ConfigError
 
 _UNEVEN = "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+_MOST_REPETITIONS = 10_000
 FIELDS = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
@@ -86,6 +87,9 @@ class Stages:
 
     def problems(self, num_layers: int | None) -> Iterator[str]:
         """What stands against it, in sentences. Args: num_layers: of the model; None where it is not known."""
+        if self.ranks < 1:
+            yield f"--pipeline-model-parallel-size is {self.ranks}; at least 1 is needed"
+            return
         numbers = {
             "--num-virtual-stages-per-pipeline-rank": self.virtual,
             "--num-layers-per-virtual-pipeline-stage": self.layers_each,
@@ -243,8 +247,14 @@ def _expanded(layout: str) -> list[str]:
     """The letters of each stage, as Megatron-LM reads them. Raises: ValueError on other letters, or none at all."""
     text = layout.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([Et|L])\*(\d+)"):
-        text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
+        text = re.sub(pattern, _repeated, text)
     if wrong := sorted(set(text) - set("EtL|")):
         hint = "; the multi-token-prediction layer is not trained" if "m" in wrong else ""
         raise ValueError(f"{' '.join(wrong)} is not understood, only E, t, L, | and repetitions are{hint}")
     return text.split("|")
+
+
+def _repeated(match: re.Match[str]) -> str:
+    if len(match[2]) > len(str(_MOST_REPETITIONS)) or int(match[2]) > _MOST_REPETITIONS:
+        raise ValueError(f"{match[0]} repeats too often; {_MOST_REPETITIONS} times are the most")
+    return match[1] * int(match[2])

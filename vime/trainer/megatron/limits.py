@@ -56,6 +56,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fine_grained_activation_offloading": (False, "it needs transformer-engine; use --recompute-granularity"),
     "num_distributed_optimizer_instances": (1, "the optimizer is spread over all data-parallel ranks"),
     "variable_seq_lengths": (True, "micro-batches are packed and differ in length"),
+    "batch_invariant_mode": (False, "its kernels need transformer-engine and flash-attn"),
+    "ep_overlap_early_attn_memory_release": (False, "it is for --overlap-moe-expert-parallel-comm"),
     "overlap_moe_expert_parallel_comm": (False, "untried; it needs interleaved stages or no stages at all"),
     "mtp_num_layers": (None, "multi-token prediction is not trained"),
     "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
