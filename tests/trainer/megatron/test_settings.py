@@ -144,3 +144,24 @@ def test_virtual_stages_talk_while_they_compute():
     assert s.overlap_p2p_comm and not s.batch_p2p_comm and s.virtual_pipeline_model_parallel_size == 2
     s = settings({"num_hidden_layers": 4}, world_size=2, **PP, num_layers_per_virtual_pipeline_stage=2).transformer
     assert not s.overlap_p2p_comm and s.batch_p2p_comm and s.virtual_pipeline_model_parallel_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("multi_latent_attention", True),
+        ("softmax_scale", 0.3),
+        ("glu_linear_offset", 1.0),
+        ("window_attn_skip_freq", 2),
+        ("cuda_graph_impl", "local"),
+        ("fp32_residual_connection", True),
+        ("attention_softmax_in_fp32", False),
+    ],
+)
+def test_settings_of_another_model_and_those_that_nothing_reads_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        settings(**{name: value})
+
+
+def test_what_is_so_anyway_may_be_said():
+    assert settings(attention_softmax_in_fp32=True, multi_latent_attention=False, cuda_graph_impl="none")

@@ -25,8 +25,64 @@ _NO_BALANCING = (
 _NO_DROPPING = "a token's log-prob must not depend on the other tokens of its micro-batch"
 _CHECKPOINT_SAYS = "the checkpoint decides, and has none"
 _CONTEXT = "context-parallel ranks split sequences in zigzag and gather keys and values"
+_OTHER_MODEL = "no supported family has it, and engines would serve another model"
+_NO_GRAPHS = "micro-batches differ in length, and graphs of fixed shapes cannot run them"
+_UNREAD = "no part of the trainer reads it"
+# Settings that would make another model of the checkpoint's, or that nothing reads here.
+_ELSEWHERE: dict[str, tuple[Any, str]] = {
+    **{
+        name: (False, _OTHER_MODEL)
+        for name in (
+            "multi_latent_attention",
+            "attention_output_gate",
+            "qk_l2_norm",
+            "heterogeneous_block_specs",
+            "is_hybrid_model",
+            "apply_residual_connection_post_layernorm",
+        )
+    },
+    **{
+        name: (None, _OTHER_MODEL)
+        for name in (
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "window_attn_skip_freq",
+            "mrope_section",
+            "activation_func_clamp_value",
+            "softmax_scale",
+        )
+    },
+    "glu_linear_offset": (0.0, _OTHER_MODEL),
+    "enable_cuda_graph": (False, _NO_GRAPHS),
+    "external_cuda_graph": (False, _NO_GRAPHS),
+    "cuda_graph_impl": ("none", _NO_GRAPHS),
+    "attention_softmax_in_fp32": (True, "attention's softmax is in float32 always"),
+    "data_parallel_sharding_strategy": ("no_shard", "the distributed optimizer shards instead"),
+    "symmetric_ar_type": (None, _UNREAD),
+    **{
+        name: (False, _UNREAD)
+        for name in (
+            "fp32_residual_connection",
+            "first_last_layers_bf16",
+            "fp8_param_gather",
+            "use_kitchen",
+            "use_kitchen_attention",
+            "use_te_activation_func",
+            "fused_single_qkv_rope",
+            "memory_efficient_layer_norm",
+            "use_fused_weighted_squared_relu",
+            "init_model_with_meta_device",
+            "disable_bf16_reduced_precision_matmul",
+            "flash_decode",
+            "inference_rng_tracker",
+            "use_inference_optimized_layers",
+            "inference_fuse_tp_communication",
+        )
+    },
+}
 # Field -> the only value that works today, and what to say of it.
 FIXED: dict[str, tuple[Any, str]] = {
+    **_ELSEWHERE,
     "overlap_p2p_comm_warmup_flush": (
         False,
         "stages wait for each other for ever where they tell each other how long micro-batches are",
