@@ -58,7 +58,7 @@ QWEN3_MOE = {
     "tie_word_embeddings": False,
 }
 GLM = {
-    **QWEN2,
+    **{k: v for k, v in QWEN2.items() if "sliding_window" not in k},
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
     "num_hidden_layers": 3,
@@ -200,6 +200,12 @@ def test_rope_is_read_in_the_older_words_and_in_transformers_5s(change, scaling)
         (QWEN2, {"use_sliding_window": True}, "sliding-window"),
         (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 64}}, "dual_chunk_attention_config"),
         (QWEN3_MOE, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (QWEN3, {"compression_config": {"format": "float-quantized"}}, "compression_config"),
+        (QWEN3, {"is_causal": False}, "is_causal"),
+        (QWEN2, {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, "mrope_section"),
+        (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (GLM, {"sliding_window": 4096}, "sliding_window"),
+        (QWEN3_MOE, {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
         (QWEN3_MOE, {"num_experts": None}, "num_experts"),
         (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size"),
         (QWEN3_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),

@@ -17,6 +17,7 @@ from vime.models.rope import rope_scaling, rotary_base, rotary_percent, unsuppor
 from vime.models.settings import ModelSettings
 
 _NEVER = {
+    "compression_config": "quantised weights cannot be trained; take the checkpoint in bfloat16",
     "quantization_config": "quantised weights cannot be trained; take the checkpoint in bfloat16",
     "dual_chunk_attention_config": "vLLM would attend in chunks, which the trainer does not; remove it for contexts "
     "within max_position_embeddings",
@@ -31,7 +32,7 @@ class Family(ABC):
     """`model_type` in config.json."""
     architecture: str
     """The causal language model's class name in config.json's `architectures`."""
-    only: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0}
+    only: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0, "is_causal": True}
     """Keys of config.json with the one value that is supported; a checkpoint may leave them out."""
     required: ClassVar[tuple[str, ...]] = (
         "vocab_size",
@@ -137,6 +138,12 @@ def sliding_window(hf: Mapping[str, Any]) -> list[str]:
         f"it uses sliding-window attention (use_sliding_window {hf.get('use_sliding_window')}, layer_types {others}); "
         "only full attention is supported"
     ]
+
+
+def any_window(hf: Mapping[str, Any]) -> list[str]:
+    """A sentence if a width of windows is set in a family without a switch for them: vLLM would obey it."""
+    window = hf.get("sliding_window")
+    return [f"sliding_window is {window}; only full attention is supported"] if window else []
 
 
 def mixture(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vime.models.base import Family, mixture
+from vime.models.base import Family, any_window, mixture
 
 
 class Glm4Moe(Family):
@@ -44,7 +44,7 @@ class Glm4Moe(Family):
         return int(hf.get("num_nextn_predict_layers", 1) or 0)
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        problems = super().problems(hf)
+        problems = super().problems(hf) + any_window(hf)
         top_k, normalised = hf.get("num_experts_per_tok"), hf.get("norm_topk_prob", True)
         if normalised is not None and top_k and bool(normalised) != (top_k > 1):
             problems.append(

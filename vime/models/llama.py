@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vime.models.base import Family
+from vime.models.base import Family, any_window
 
 
 class Llama(Family):
@@ -19,5 +19,4 @@ class Llama(Family):
         return {}
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        window = hf.get("sliding_window")
-        return super().problems(hf) + ([f"sliding_window is {window}; only full attention is supported"] * bool(window))
+        return super().problems(hf) + any_window(hf)

@@ -13,7 +13,11 @@ class Qwen3Moe(Family):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    only: ClassVar[Mapping[str, Any]] = {**Family.only, "attention_bias": False}
+    only: ClassVar[Mapping[str, Any]] = {
+        **Family.only,
+        "attention_bias": False,
+        "shared_expert_intermediate_size": 0,  # vLLM would build one, which transformers' model does not have
+    }
     required = (*Family.required, "num_experts_per_tok", "moe_intermediate_size")
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,10 @@ def unsupported_rope(hf: Mapping[str, Any], *, whole_heads: bool) -> list[str]:
     kind = _kind(parameters)
     if kind != "default" and kind not in SCALINGS:
         problems.append(f"it asks for RoPE of type {kind!r}; plain RoPE and {', '.join(SCALINGS)} are supported")
+    if "mrope_section" in parameters:
+        problems.append("it asks for RoPE in sections (mrope_section), which is for images; only text is supported")
+    if layers := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+        problems.append(f"it has RoPE of its own for {', '.join(layers)}; one for all layers is supported")
     missing = [name for name in SCALINGS.get(kind, ()) if not isinstance(parameters.get(name), int | float)]
     if missing:
         problems.append(f"RoPE of type {kind!r} needs {', '.join(missing)} in rope_parameters or rope_scaling")
