@@ -81,7 +81,12 @@ def main(argv=None):
     parser.add_argument("--ranks", type=int, nargs="*", help="only cases of these numbers of ranks")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one case may take")
     args = parser.parse_args(argv)
-    cases = chosen(MATRIX + (CUDA_ONLY if args.device == "cuda" else []), args.only, args.ranks)
+    known = MATRIX + (CUDA_ONLY if args.device == "cuda" else [])
+    cases = chosen(known, args.only, args.ranks)
+    if not cases:
+        print("no row has all of these words and numbers of ranks; the rows' words are:", file=sys.stderr)
+        print(*sorted({word for case in known for word in str(case).split()}), file=sys.stderr)
+        return 1
     start = time.monotonic()
 
     def tell(case: object, outcome: Outcome) -> None:

@@ -86,3 +86,4 @@ def test_rows_without_a_result_or_a_reference_are_failures(monkeypatch, capsys, 
     for text in ("one process: out of memory", "ranks: rank 1 hung", "CP2 qwen3:\n  ranks: was not run"):
         assert text in printed
     assert run_matrix.main(["--only", "no such case"]) == 1, "no row is no proof"
+    assert "CP2 DP2 PP2 llama qwen3" in capsys.readouterr().err, "which words there are"
