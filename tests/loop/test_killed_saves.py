@@ -1,21 +1,17 @@
 """Runs killed by SIGKILL before each of the things they do to the file system, one after the other."""
 
-import os
 import shutil
-import signal
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.deaths import die_before, in_a_fork
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import find_checkpoints, open_checkpoint
 from vime.loop.keeper import CheckpointKeeper
 
 LAST = 4
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
 class Counting:
@@ -57,27 +53,13 @@ def run(folder: Path, *, in_background: bool, again: bool) -> None:
 
 
 def run_and_die(folder: Path, before: int, **how: bool) -> bool:
-    """`run` in a process of its own, killed before its n-th change of the file system. Returns: whether it was."""
-    pid = os.fork()
-    if pid == 0:
-        count = 0
+    """`run`, killed before its n-th change of the file system. Returns: whether it was."""
 
-        def hook(event: str, args: Any) -> None:
-            nonlocal count
-            count += event in EVENTS
-            if event in EVENTS and count > before:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def dying() -> None:
+        die_before(before)
+        run(folder, **how)
 
-        try:
-            sys.addaudithook(hook)
-            run(folder, **how)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed instead of being killed"
-    return os.WIFSIGNALED(status)
+    return in_a_fork(dying)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

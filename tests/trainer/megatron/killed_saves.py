@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import signal
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
-from tests.loop.test_killed_saves import EVENTS
+from tests.deaths import die_before, in_a_fork
 from tests.trainer.conftest import make_batch_of
 from vime.config import Config
 from vime.loop.cadence import StopRule
@@ -65,38 +63,6 @@ def train(model, folder, out, *, in_background, arm=lambda: None):
     trainer.close()
 
 
-def in_a_fork(function):
-    """Returns: whether it was killed."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            function()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run failed instead of being killed"
-    return os.WIFSIGNALED(status)
-
-
-def death_before(event):
-    """A function that has this process killed before its n-th change of the file system from now on."""
-
-    def arm():
-        count = 0
-
-        def hook(name, args):
-            nonlocal count
-            count += name in EVENTS
-            if name in EVENTS and count > event:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-
-    return arm
-
-
 def main(model, scratch, in_background, first, every):
     """Kill runs before every `every`-th event and see how they go on; one line of JSON for each."""
     cpu_shims.install()  # imports more, which each fork would do anew
@@ -105,7 +71,7 @@ def main(model, scratch, in_background, first, every):
     event, was_killed = first, True
     while was_killed:
         folder, out = scratch / str(event), scratch / "got"
-        was_killed = in_a_fork(partial(run, folder, out, arm=death_before(event)))
+        was_killed = in_a_fork(partial(run, folder, out, arm=partial(die_before, event)))
         checkpoint = open_checkpoint(folder)
         found = {"rollout": checkpoint.rollout_id, "step": checkpoint.data_source["step"]}
         in_a_fork(partial(run, folder, out))
