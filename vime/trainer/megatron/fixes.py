@@ -11,10 +11,10 @@ import torch
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, ChainedOptimizer, optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_te_version
 
-from vime.trainer.megatron import dispatch, host_optimizer
+from vime.trainer.megatron import host_optimizer
 
 _MARK = "__vime_fixed__"
 
@@ -55,15 +55,6 @@ def fix_recomputed_norms() -> None:
 
     setattr(init, _MARK, True)
     CheckpointWithoutOutput.__init__ = init
-
-
-def sum_experts_in_order() -> None:
-    """The experts' dispatcher waits for the device twice a layer, and on CUDA its sums are another every time.
-
-    See `vime.trainer.megatron.dispatch`.
-    """
-    for name in ("permute", "unpermute", "sort_chunks_by_idxs"):
-        setattr(token_dispatcher, name, getattr(dispatch, name))
 
 
 def fix_torch_adamw_checkpoints() -> None:
