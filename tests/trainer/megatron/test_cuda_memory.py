@@ -102,7 +102,7 @@ def test_an_optimizer_on_the_host_trains_the_same_in_less_memory(
             "optimizer_offload_fraction": fraction,
             "overlap_cpu_optimizer_d2h_h2d": overlap,
         }
-        torch.cuda.empty_cache()
+        trainer = None  # the fixture closes it, and it leaves the device
         trainer = make_trainer(
             folder, platform=CUDA, algo=SFT, megatron={"lr": 1e-3, "clip_grad": 1.0, **(host if fraction else {})}
         )
