@@ -1,4 +1,4 @@
-"""One optimizer step: the loss of its micro-batches, their summed gradients, clipping, the update.
+"""One optimizer step of the policy: the loss of its micro-batches, and what is logged of them.
 
 P wanted tokens of a micro-batch. The loss of a step is the plain sum over all its tokens of loss_weights * token loss:
 the weights hold every divisor, so neither micro-batches nor ranks nor packing can change it.
@@ -6,7 +6,6 @@ the weights hold every divisor, so neither micro-batches nor ranks nor packing c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,19 +13,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from vime.algo.kl import kl_estimate
 from vime.algo.policy_loss import ppo_clip_loss
 from vime.config import AlgoConfig
-from vime.errors import TrainingError
 from vime.protocols import LossInputs
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
 from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.optimizer_step import optimizer_step
 from vime.trainer.megatron.packing import MicroBatch
 from vime.trainer.megatron.user_hooks import sum_own_metrics
 from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
@@ -82,34 +77,21 @@ def train_step(
         own_loss: in the place of the policy loss.
     Raises: TrainingError if a loss or a gradient is not finite; the weights are then unchanged.
     """
-    for ddp in policy.ddps:
-        ddp.zero_grad_buffer()
-    policy.optimizer.zero_grad()
     results: list[_MicroResult] = []
 
-    def forward(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
-        micro = next(data)
-        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+    def loss_of(out: tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        result = _micro_loss(out[0], out[1], micro, batch, columns, algo, own_loss)
+        results.append(result)
+        return result.loss, result.sums
 
-        def loss(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            result = _micro_loss(out[0], out[1], micro, batch, columns, algo, own_loss)
-            results.append(result)
-            return result.loss, ZERO_TOKENS, {}
-
-        return output, loss
-
-    run_schedule(forward, micro_batches, policy.ddps, num_micro_batches, forward_only=False)
-    device = torch.device(torch.cuda.current_device())
-    sums = _reduce(policy, sum((r.sums for r in results), torch.zeros(len(SUMS), device=device)), where)
+    update = optimizer_step(
+        policy, micro_batches, num_micro_batches, loss_of, names=SUMS, where=where, suspects="log-probs and advantages"
+    )
     own = {} if own_loss is None else sum_own_metrics(_added([r.own for r in results]), parallel.counts())
-    finalize_model_grads(list(policy.ddps))  # sums over data- and context-parallel ranks; no divisor, see Settings
-    grad_norm = _update(policy, where)
-    learning_rate = float(policy.optimizer.param_groups[0]["lr"])
-    policy.scheduler.step(increment=1)
     return StepResult(
-        sums=sums,
-        grad_norm=grad_norm,
-        learning_rate=learning_rate,
+        sums=update.sums,
+        grad_norm=update.grad_norm,
+        learning_rate=update.learning_rate,
         own=own,
         log_probs=torch.cat([r.log_probs for r in results]) if results else torch.empty(0),
         wanted=np.concatenate([r.wanted for r in results]) if results else np.empty(0, dtype=np.int64),
@@ -220,66 +202,3 @@ def _loss_inputs(
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The sum of each name over micro-batches."""
     return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
-
-
-def _reduce(policy: Policy, sums: Tensor, where: str) -> dict[str, float]:
-    """The sums over all ranks, once every rank's loss and own gradient are known to be finite.
-
-    Looked at before gradients are summed over ranks, when the rank of a bad one can still be named. One collective
-    tells all ranks, so that all stop.
-
-    Raises: TrainingError on every rank, naming the ranks with a bad loss or gradient.
-    """
-    ranks = parallel.world_size()
-    bad = torch.zeros(2, ranks, dtype=sums.dtype, device=sums.device)
-    bad[0, dist.get_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
-    if not policy.ddps[0].ddp_config.overlap_grad_reduce:  # which has summed them already
-        bad[1, dist.get_rank()] = _has_bad_grads(policy)
-    mine = torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0) if parallel.counts() else torch.zeros_like(sums)
-    total = parallel.sum_over_ranks(torch.cat([mine, bad.flatten()])).tolist()
-    flags = total[len(SUMS) :]
-    if found := _marked(flags[:ranks]):
-        raise TrainingError(
-            f"the loss is not finite on {parallel.describe(found)}, {where}; no update was made. Look at that "
-            "rollout's log-probs and advantages, or lower --lr"
-        )
-    if found := _marked(flags[ranks:]):
-        raise TrainingError(
-            f"the gradient is not finite on {parallel.describe(found)}, {where}; no update was made. Lower --lr or "
-            "--clip-grad, or look at that rollout's log-probs and advantages"
-        )
-    return dict(zip(SUMS, total[: len(SUMS)], strict=True))
-
-
-def _has_bad_grads(policy: Policy) -> Tensor:
-    """1 if a gradient of this rank is not finite, else 0. A sum shows it and needs no memory of the gradients' size."""
-    total = torch.stack([grads.sum(dtype=torch.float32) for grads in policy.grad_buffers()]).sum()
-    return (~torch.isfinite(total)).to(torch.float32)
-
-
-def _update(policy: Policy, where: str) -> float:
-    """Clip, check, step. Returns the gradient norm before clipping.
-
-    Taken apart from MegatronOptimizer.step, which would apply a NaN gradient before anyone could look at its norm.
-    """
-    optimizer = policy.optimizer
-    if optimizer.prepare_grads():
-        raise TrainingError(f"the gradient overflowed, {where}; no update was made")
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):  # on all ranks: the norm is of all their gradients
-        raise TrainingError(
-            f"the gradient norm is {norm}, {where}; no update was made. Lower --lr or --clip-grad, or look at that "
-            "rollout's log-probs and advantages"
-        )
-    if (limit := optimizer.config.clip_grad) > 0.0:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have one of their own
-            if parameters := part.get_parameters():
-                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
-    if not optimizer.step_with_ready_grads():
-        raise TrainingError(f"the optimizer refused to step, {where}")
-    return norm
-
-
-def _marked(flags: Sequence[float]) -> list[int]:
-    return [rank for rank, flag in enumerate(flags) if flag]
