@@ -24,7 +24,7 @@ class World:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.version = -1
+        self.version = 0
         self.metrics: dict[str, float] = {}
         self.settled: list[tuple[int, dict[str, float]]] = []
         self.finished = False
@@ -41,13 +41,16 @@ class World:
         self.calls.append(f"train {batch}")
         return {"train/loss": 1.0}
 
-    def publish(self) -> int:
-        self.version += 1
+    def publish(self, version: int) -> int:
+        self.version = version
         self.calls.append(f"publish v{self.version}")
         return self.version
 
     def make_batch(self, rollout_id: int, groups: list[Group]) -> Any:
         return f"batch {rollout_id}", {"rollout/advantages": 0.0}
+
+    def mark_data(self) -> None:
+        self.calls.append("mark")
 
     def save(self, rollout_id: int) -> None:
         self.calls.append(f"save {rollout_id}")
@@ -91,17 +94,17 @@ def test_each_rollout_is_generated_by_the_weights_trained_on_the_one_before(tmp_
     world = World()
     run(world, tmp_path, Cadence(2, eval_interval=2, save_interval=1, evaluates=True, saves=True))
     assert world.calls == [
-        "publish v0",
-        "evaluate -1 at v0",
-        "generate 0 at v0",
+        "publish v1",
+        "evaluate -1 at v1",
+        "generate 0 at v1",
         "train batch 0",
         "save 0",
-        "publish v1",
-        "generate 1 at v1",
+        "publish v2",
+        "generate 1 at v2",
         "train batch 1",
         "save 1",
-        "publish v2",
-        "evaluate 1 at v2",
+        "publish v3",
+        "evaluate 1 at v3",
     ]
     assert world.finished
 
@@ -110,7 +113,7 @@ def test_a_run_that_stops_early_evaluates_and_saves_at_its_end(tmp_path: Path) -
     world = World()
     stop = StopRule("rollout/raw_reward", above=0.5, window=2)
     run(world, tmp_path, Cadence(9, evaluates=True, saves=True), eval_before=False, stop=stop)
-    assert world.calls[-4:] == ["train batch 1", "save 1", "publish v2", "evaluate 1 at v2"]
+    assert world.calls[-4:] == ["train batch 1", "save 1", "publish v3", "evaluate 1 at v3"]
 
 
 def test_a_step_is_settled_after_its_evaluation_and_hf_checkpoints_are_written_when_due(tmp_path: Path) -> None:
@@ -125,10 +128,30 @@ def test_a_step_is_settled_after_its_evaluation_and_hf_checkpoints_are_written_w
     ]
 
 
+def test_engines_keep_their_weights_for_the_interval_and_get_the_last_ones(tmp_path: Path) -> None:
+    world = World()
+    rows = run(world, tmp_path, Cadence(5, publish_interval=2, eval_interval=2, evaluates=True), eval_before=False)
+    assert [call for call in world.calls if not call.startswith("train")] == [
+        "publish v1",
+        "generate 0 at v1",
+        "generate 1 at v1",
+        "publish v3",
+        "evaluate 1 at v3",
+        "generate 2 at v3",
+        "generate 3 at v3",
+        "publish v5",
+        "evaluate 3 at v5",
+        "generate 4 at v5",
+        "publish v6",
+        "evaluate 4 at v6",
+    ]
+    assert [row["train/policy_version"] for row in rows] == [1, 1, 3, 3, 5]
+
+
 def test_a_resumed_run_publishes_before_it_generates(tmp_path: Path) -> None:
     world = World()
     run(world, tmp_path, Cadence(6), start=5, eval_before=False)
-    assert world.calls == ["publish v0", "generate 5 at v0", "train batch 5", "publish v1"]
+    assert world.calls == ["publish v6", "generate 5 at v6", "train batch 5", "publish v7"]
 
 
 def test_a_run_that_its_rule_has_stopped_does_nothing_more_when_it_is_resumed(tmp_path: Path) -> None:
@@ -148,7 +171,7 @@ def test_stage_times_add_up_to_the_step_and_every_stage_reports(tmp_path: Path) 
     for row in rows[1:]:
         stages = [v for k, v in row.items() if k.startswith("perf/") and k.endswith("_time") and k != "perf/step_time"]
         assert sum(stages) == pytest.approx(row["perf/step_time"], abs=1e-9)
-        assert row["train/policy_version"] == row["step"]
+        assert row["train/policy_version"] == row["step"] + 1
     assert (tmp_path / "rollouts" / "rollout_000001.parquet").exists()
     assert sorted(p.name for p in (tmp_path / "evaluations").iterdir()) == [
         "before_training.parquet",
@@ -164,7 +187,7 @@ def test_a_run_that_only_evaluates_writes_one_row_the_samples_and_a_table(
     recorder = Recorder(RunFolder(tmp_path), RunProgress(), writer)
     run_evaluation_only(world, recorder, rollout_id=41)
     writer.close()
-    assert world.calls == ["evaluate 41 at v-1"]
+    assert world.calls == ["evaluate 41 at v0"]
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (row["step"], row["eval/heldout"]) == (41, 0.25)
     assert row["perf/eval_time"] > 0

@@ -10,16 +10,15 @@ from vime.observability.engine_stats import EngineStats
 from vime.observability.metrics import check_names
 from vime.rollout.meter import RolloutMeter
 from vime.rollout.sample_metrics import is_repetitive, num_turns, sample_metrics
-from vime.types import Group, Sample, VersionSpan
+from vime.types import Group, Sample
 
 
-def sample(number, mask, reward, *, versions=(), response="", trace=()):
+def sample(number, mask, reward, *, response="", trace=()):
     return Sample(
         tokens=(1, *range(len(mask))),
         response_length=len(mask),
         loss_mask=mask,
         rollout_log_probs=[-1.0 if m else math.nan for m in mask],
-        weight_versions=versions,
         reward=reward,
         response=response,
         group_id=number // 2,
@@ -31,7 +30,7 @@ def sample(number, mask, reward, *, versions=(), response="", trace=()):
 
 def metrics_of(*samples, **arguments):
     groups = [Group(g, [s for s in samples if s.group_id == g]) for g in sorted({s.group_id for s in samples})]
-    settings = {"version": 5, "begin_s": 0.0, "seconds": 2.0, "num_devices": 2, "reward_key": None} | arguments
+    settings = {"begin_s": 0.0, "seconds": 2.0, "num_devices": 2, "reward_key": None} | arguments
     metrics = sample_metrics(groups, **settings)
     check_names(metrics)
     return metrics
@@ -69,13 +68,6 @@ def test_pass_rates_and_lengths_of_right_answers():
     assert "passrate/pass@1" not in metrics_of(sample(0, [1], None), sample(1, [1], None)), "supervised: no rewards"
 
 
-def test_staleness_is_that_of_the_oldest_trainable_token():
-    old = sample(0, [0, 1, 1], 1.0, versions=[VersionSpan(1, 0, 1), VersionSpan(3, 1, 2), VersionSpan(5, 2, 3)])
-    new = sample(1, [1], 1.0, versions=[VersionSpan(5, 0, 1)])
-    metrics = metrics_of(old, new)
-    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0), "version 1 wrote a masked token alone"
-
-
 def test_repetition_is_what_zlib_shrinks_tenfold_at_the_end():
     rng = random.Random(0)
     noise = "".join(rng.choices(string.ascii_letters, k=12_000))
@@ -92,7 +84,6 @@ def test_the_meter_counts_what_engines_sampled_between_start_and_finish():
         num_requests=lambda: requests[0],
         activity=activity,
         num_devices=2,
-        version=lambda: 0,
         reward_key=None,
         clock=lambda: now[0],
     )

@@ -104,6 +104,7 @@ def test_the_order_of_a_sync() -> None:
     assert sync.metrics["weight_sync/bytes"] == 20
     assert sync.metrics["weight_sync/probe_abs_diff_max"] == 0
     assert sync.publish() == 2
+    assert sync.publish(5) == sync.version == 5
 
 
 def test_every_engine_has_a_bucket_before_the_next_is_written() -> None:

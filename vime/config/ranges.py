@@ -56,6 +56,7 @@ MINIMA: Mapping[str, float] = {
     "train.lr_warmup_init": 0,
     "train.seed": 0,
     "train.distributed_timeout_minutes": 1,
+    "sync.update_weights_interval": 1,
     "sync.update_weight_buffer_size": 1,
     "sync.weight_probe_interval": 0,
     "train.stop_window": 1,

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from vime.config import Config
 from vime.config.eval_sets import has_eval_sets
-from vime.config.modes import evaluates_only
+from vime.config.modes import evaluates_only, generates, trains
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
@@ -173,6 +173,11 @@ _RULES: tuple[Rule, ...] = (
         ("cluster.rollout_external_engine_key_file",),
         lambda c: not c.cluster.rollout_external_engine_addrs,
         "add --rollout-external-engine-addrs",
+    ),
+    (
+        ("sync.update_weights_interval",),
+        lambda c: evaluates_only(c) or not (trains(c) and generates(c)),
+        "no weights go from a trainer to engines, rollout by rollout",
     ),
     (("sync.weight_probe_tolerance",), lambda c: c.sync.weight_probe_interval == 0, "set --weight-probe-interval"),
     (

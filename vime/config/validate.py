@@ -22,6 +22,7 @@ from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
 from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
+from vime.config.validate_loop import check_loop
 from vime.config.validate_model import check_lengths, check_model
 from vime.config.validate_optimizer import check_optimizer
 from vime.config.validate_overlap import check_overlap
@@ -79,6 +80,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_optimizer(config),
         check_overlap(config.megatron),
         check_stop_rule(config, facts.metric_problem),
+        check_loop(config),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),

@@ -24,6 +24,8 @@ class Cadence:
     saves: bool = False
     export_interval: int | None = None
     exports: bool = False
+    publish_interval: int = 1
+    """Rollouts that engines generate by the same weights."""
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether the run ends with this rollout by its number."""
@@ -40,6 +42,10 @@ class Cadence:
     def export_due(self, rollout_id: int, *, last: bool) -> bool:
         """Whether to write an HF checkpoint after this rollout was trained on."""
         return self.exports and self._due(rollout_id, self.export_interval, last)
+
+    def publish_due(self, rollout_id: int, *, last: bool) -> bool:
+        """Whether the engines get the weights trained on this rollout."""
+        return self._due(rollout_id, self.publish_interval, last)
 
     @staticmethod
     def _due(rollout_id: int, interval: int | None, last: bool) -> bool:

@@ -55,7 +55,8 @@ class CheckpointWriting:
 
     Args:
         folder: holds all checkpoints of the run.
-        rollout_id: the last rollout that was trained on. Data and stop rule are kept as they are now.
+        rollout_id: the last rollout that was trained on. The stop rule is kept as it is now.
+        data: the data source's state when that rollout's groups had been taken, and no other's.
         settings: what to compare with on resume.
         in_background: training may go on before it is complete.
     Raises: OSError when the disk is full; no partial checkpoint stays.
@@ -66,7 +67,7 @@ class CheckpointWriting:
         folder: Path,
         rollout_id: int,
         trainer: Trainer,
-        source: DataSource,
+        data: Mapping[str, Any],
         stop: StopRule,
         settings: Mapping[str, Any],
         *,
@@ -81,7 +82,7 @@ class CheckpointWriting:
         self._state = {
             "format": _FORMAT,
             "rollout_id": rollout_id,
-            "data_source": source.state(),
+            "data_source": data,
             "stop": stop.state(),
             "settings": settings,
         }
@@ -136,7 +137,7 @@ def save_checkpoint(
     settings: Mapping[str, Any],
 ) -> Path:
     """Write the checkpoint of a trained rollout. Returns: its final path. See `CheckpointWriting`."""
-    writing = CheckpointWriting(folder, rollout_id, trainer, source, stop, settings, in_background=False)
+    writing = CheckpointWriting(folder, rollout_id, trainer, source.state(), stop, settings, in_background=False)
     path = writing.complete(wait=True)
     assert path is not None, "waited for"
     return path

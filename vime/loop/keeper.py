@@ -19,6 +19,8 @@ from vime.protocols import DataSource, Trainer
 class CheckpointKeeper:
     """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`; at the end `finish`.
 
+    A loop that takes further prompts before a rollout was trained on calls `mark_data` between the two.
+
     As a context manager it finishes after errors that left the trainer able to, too.
 
     Args:
@@ -52,6 +54,11 @@ class CheckpointKeeper:
         self._writing: CheckpointWriting | None = None
         self._fresh: Path | None = None  # complete, but its step has not ended
         self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
+        self._data: Mapping[str, Any] | None = None  # where it was marked
+
+    def mark_data(self) -> None:
+        """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
+        self._data = self._source.state() if self._folder is not None else None
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, or begin to; one that is still being written is waited for.
@@ -66,7 +73,7 @@ class CheckpointKeeper:
             self._folder,
             rollout_id,
             self._trainer,
-            self._source,
+            self._source.state() if self._data is None else self._data,
             self._stop,
             self._settings,
             in_background=self._in_background,

@@ -1,6 +1,7 @@
 """The synchronous loop: generate, train, publish, one after the other. The RL step, on protocols alone.
 
-Stages are timed where they happen, and their times add up to the step's (perf/*_time in docs/metrics.md).
+Below it are the parts of a step, for other loops, too. Stages are timed where they happen, and their times add up to
+the step's (perf/*_time in docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vime.loop.cadence import Cadence, StopRule
-from vime.loop.recorder import Recorder
+from vime.loop.recorder import Recorder, Step
+from vime.loop.staleness import staleness_metrics
 from vime.protocols import Trainer
 from vime.types import Group, Metrics, PolicyVersion, RolloutResult, TrainBatch
 
@@ -31,12 +33,15 @@ class Publisher(Protocol):
     metrics: Metrics
     """Of the last publish."""
 
-    def publish(self) -> PolicyVersion:
-        """Bring the trainer's weights to every engine, verified; the version they have from now on."""
+    def publish(self, version: PolicyVersion) -> PolicyVersion:
+        """Bring the trainer's weights to every engine, verified, as this version; the one they have from now on."""
 
 
 class Checkpoints(Protocol):
     """What is kept of the trainer; see `CheckpointKeeper`."""
+
+    def mark_data(self) -> None:
+        """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint to resume from, or begin to."""
@@ -72,39 +77,71 @@ def run_sync(
     """
     if stop.is_met:
         return start - 1  # resumed from where the rule ended the run
-    with recorder.setup(start) as setup:
-        with setup.stage("update_weights"):
-            version = stages.publisher.publish()  # a resumed trainer is ahead of what the engines loaded
-        if eval_before:
-            with setup.stage("eval"):
-                setup.add_evaluation(stages.rollout.evaluate(start - 1))
-
+    version = begin(stages, recorder, start=start, eval_before=eval_before)
     for rollout_id in range(start, cadence.num_rollout):
         with recorder.step(rollout_id) as step:
             with step.stage("rollout"):
                 result = stages.rollout.generate(rollout_id)
-            with step.stage("make_batch"):
-                batch, batch_metrics = stages.make_batch(rollout_id, result.groups)
-                step.keep_rollout(result.groups)
-                step.keep_batch(batch)
-            with step.stage("train"):
-                train_metrics = stages.trainer.train(batch)
-            step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
+            train(stages, step, rollout_id, result, version)
             last = cadence.is_last(rollout_id) or stop.reached(step.metrics)
-            if cadence.save_due(rollout_id, last=last):
-                with step.stage("save_model"):
-                    stages.checkpoints.save(rollout_id)
-            if cadence.export_due(rollout_id, last=last):
-                with step.stage("save_hf"):
-                    stages.checkpoints.export_hf(rollout_id)
-            with step.stage("update_weights"):
-                version = stages.publisher.publish()
-                step.add(stages.publisher.metrics)
+            save(stages, step, cadence, rollout_id, last=last)
+            if cadence.publish_due(rollout_id, last=last):
+                version = publish(stages, step, rollout_id)
             if cadence.eval_due(rollout_id, last=last):
-                with step.stage("eval"):
-                    step.add_evaluation(stages.rollout.evaluate(rollout_id))
+                evaluate(stages, step, rollout_id)
             stages.checkpoints.settle(rollout_id, step.metrics)
         if last:
             stages.checkpoints.finish()
             return rollout_id
     return start - 1
+
+
+def version_after(rollout_id: int) -> PolicyVersion:
+    """The policy version of weights trained on rollouts 0 … rollout_id; versions count from 1, of none."""
+    return rollout_id + 2
+
+
+def begin(stages: Stages, recorder: Recorder, *, start: int, eval_before: bool) -> PolicyVersion:
+    """What comes before the first step. Returns: the version that the engines have then."""
+    with recorder.setup(start) as setup:
+        with setup.stage("update_weights"):  # a resumed trainer is ahead of what the engines loaded
+            version = stages.publisher.publish(version_after(start - 1))
+        if eval_before:
+            evaluate(stages, setup, start - 1)
+    return version
+
+
+def train(stages: Stages, step: Step, rollout_id: int, result: RolloutResult, version: PolicyVersion) -> None:
+    """Train on a rollout. Args: version: of the weights that generated it."""
+    with step.stage("make_batch"):
+        batch, batch_metrics = stages.make_batch(rollout_id, result.groups)
+        step.keep_rollout(result.groups)
+        step.keep_batch(batch)
+    with step.stage("train"):
+        train_metrics = stages.trainer.train(batch)
+    step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
+    step.add(staleness_metrics(result.groups, version_after(rollout_id - 1)))
+
+
+def save(stages: Stages, step: Step, cadence: Cadence, rollout_id: int, *, last: bool) -> None:
+    """Write what is due after a rollout was trained on: a checkpoint, an HF checkpoint."""
+    if cadence.save_due(rollout_id, last=last):
+        with step.stage("save_model"):
+            stages.checkpoints.save(rollout_id)
+    if cadence.export_due(rollout_id, last=last):
+        with step.stage("save_hf"):
+            stages.checkpoints.export_hf(rollout_id)
+
+
+def publish(stages: Stages, step: Step, rollout_id: int) -> PolicyVersion:
+    """Give the engines the weights trained on this rollout. Returns: their version."""
+    with step.stage("update_weights"):
+        version = stages.publisher.publish(version_after(rollout_id))
+        step.add(stages.publisher.metrics)
+    return version
+
+
+def evaluate(stages: Stages, step: Step, rollout_id: int) -> None:
+    """Evaluate the weights that the engines have."""
+    with step.stage("eval"):
+        step.add_evaluation(stages.rollout.evaluate(rollout_id))

@@ -32,7 +32,7 @@ from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.keeper import CheckpointKeeper, remove_leftovers
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
-from vime.loop.sync import Publisher, Rollout, Stages, run_sync
+from vime.loop.sync import Publisher, Rollout, Stages, run_sync, version_after
 from vime.models import family_of
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
@@ -246,7 +246,6 @@ def _build_stages(
             probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
-            first_version=plan.start + 1,  # one sync before the first rollout, one after each
             on_version=client.note_version,
         )
         stack.callback(sync.close)
@@ -303,10 +302,11 @@ def _loop(plan: _Run, stages: Stages, recorder: Recorder, stop: StopRule, num_ro
         saves=config.checkpoint.save is not None,
         export_interval=config.checkpoint.save_hf_interval,
         exports=config.checkpoint.save_hf is not None,
+        publish_interval=config.sync.update_weights_interval,
     )
     if modes.evaluates_only(config):
         plan.progress.message("evaluating the checkpoint as it is; nothing is trained")
-        stages.publisher.publish()
+        stages.publisher.publish(version_after(plan.start - 1))
         if evaluates:
             run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
         return plan.start - 1

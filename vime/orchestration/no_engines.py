@@ -15,7 +15,7 @@ class NoEngines:
     def __init__(self) -> None:
         self.metrics: Metrics = {}
 
-    def publish(self) -> PolicyVersion:
+    def publish(self, version: PolicyVersion) -> PolicyVersion:
         """Nobody to publish to: the version stays 0."""
         return 0
 

@@ -29,7 +29,6 @@ def make_meter(config: Config, fleet: Fleet | None, client: RouterClient | None)
         num_requests=lambda: client.counters["requests"] + sum(engine.num_probes for engine in fleet.engines),
         activity=client.activity,
         num_devices=fleet.num_devices,
-        version=lambda: client.version,
         reward_key=config.reward.reward_key,
     )
 

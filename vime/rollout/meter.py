@@ -11,7 +11,7 @@ from vime.observability.activity import Activity
 from vime.observability.engine_stats import EngineStats, engine_metrics, total
 from vime.observability.trace import Span
 from vime.rollout.sample_metrics import sample_metrics
-from vime.types import Group, Metrics, PolicyVersion
+from vime.types import Group, Metrics
 
 _SPANS_KEPT = 100  # rollouts, where nobody takes their spans
 
@@ -33,7 +33,6 @@ class RolloutMeter:
         num_requests: a number that rises with every request to an engine, by whomever.
         activity: of the client that sends requests.
         num_devices: of all engines.
-        version: the policy version the trainer holds now.
         reward_key: the entry of a dict reward that is trained on.
     """
 
@@ -44,12 +43,11 @@ class RolloutMeter:
         num_requests: Callable[[], int],
         activity: Activity,
         num_devices: int,
-        version: Callable[[], PolicyVersion],
         reward_key: str | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read_stats, self._activity, self._num_devices = read_stats, activity, num_devices
-        self._version, self._reward_key, self._clock = version, reward_key, clock
+        self._reward_key, self._clock = reward_key, clock
         self._num_requests = num_requests
         self._last: tuple[int, Sequence[EngineStats] | None] = (-1, None)  # requests so far, and the reading then
         self._spans: deque[list[Span]] = deque(maxlen=_SPANS_KEPT)
@@ -67,7 +65,6 @@ class RolloutMeter:
         seconds, now_s = self._clock() - begin.time_s, time.time()
         metrics = sample_metrics(
             groups,
-            version=self._version(),
             begin_s=now_s - seconds,
             seconds=seconds,
             num_devices=self._num_devices,
@@ -85,9 +82,9 @@ class RolloutMeter:
 
     def take_spans(self) -> list[list[Span]]:
         """What each engine did in the rollouts since the last call; for the trace."""
-        spans = [list(of_engine) for of_engine in zip(*self._spans, strict=True)]
-        self._spans.clear()
-        return spans
+        # One by one: the next rollout may end in another thread meanwhile.
+        taken = [self._spans.popleft() for _ in range(len(self._spans))]
+        return [list(of_engine) for of_engine in zip(*taken, strict=True)]
 
 
 def _span(done: EngineStats, end_s: float, seconds: float) -> Span:

@@ -10,7 +10,7 @@ from vime.observability.trace import OWN_SPANS, seconds_outside_generation
 from vime.rewards.score import scalar_reward
 from vime.rollout.evaluate import pass_at_k
 from vime.rollout.stats import length_metrics, trajectory_rewards
-from vime.types import Group, Metrics, PolicyVersion, Sample
+from vime.types import Group, Metrics, Sample
 
 _REPETITION_CHARACTERS = 10_000  # the end of a response, where a loop would be
 _REPETITION_RATIO = 10.0
@@ -20,7 +20,6 @@ _SHORTEST_BYTES = 200  # zlib's own overhead keeps anything shorter from a ratio
 def sample_metrics(
     groups: Sequence[Group],
     *,
-    version: PolicyVersion,
     begin_s: float,
     seconds: float,
     num_devices: int,
@@ -29,7 +28,6 @@ def sample_metrics(
     """Metrics of a rollout's groups.
 
     Args:
-        version: the policy version the trainer holds.
         begin_s: when the rollout began, Unix time; a sample may have spans of earlier ones.
         seconds: the rollout took.
         num_devices: of the engines.
@@ -44,12 +42,7 @@ def sample_metrics(
         "rollout/repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
         "perf/effective_tokens_per_gpu_per_sec": sum(trainable) / (seconds * num_devices),
     }
-    metrics |= (
-        _parts(samples)
-        | _speed(samples, begin_s, seconds)
-        | _turns(masks, trainable)
-        | _staleness(samples, masks, version)
-    )
+    metrics |= _parts(samples) | _speed(samples, begin_s, seconds) | _turns(masks, trainable)
     return metrics | _pass_rate(groups, reward_key)
 
 
@@ -103,17 +96,6 @@ def _turns(masks: Sequence[bytes], trainable: Sequence[int]) -> Metrics:
         **length_metrics("multi_turn/raw_response_length", lengths),
         **length_metrics("multi_turn/wo_obs_response_length", trainable),
     }
-
-
-def _staleness(samples: Sequence[Sample], masks: Sequence[bytes], version: PolicyVersion) -> Metrics:
-    oldest: list[PolicyVersion] = []
-    for sample, mask in zip(samples, masks, strict=True):
-        trained = [span.version for span in sample.weight_versions if mask.find(1, span.start, span.end) >= 0]
-        oldest += [min(trained)] if trained else []
-    if not oldest:
-        return {}
-    ages = [version - v for v in oldest]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
 def _pass_rate(groups: Sequence[Group], reward_key: str | None) -> Metrics:

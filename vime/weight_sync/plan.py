@@ -39,7 +39,6 @@ class WeightSync:
         probe_prompts: tokenized prompts; needed unless `probe_interval` is 0.
         probe_interval: probe at the first publish and every this many after it; 0: never.
         probe_tolerance: how large a log-prob difference a probe may show.
-        first_version: the version the first publish makes (a resumed run continues counting).
         on_version: called with each version that counts (clients of engines that do not report it need it).
     Raises: ValueError if probes are wanted but there are no prompts, or there is no engine.
     """
@@ -53,7 +52,6 @@ class WeightSync:
         probe_prompts: Sequence[Sequence[int]],
         probe_interval: int,
         probe_tolerance: ProbeTolerance,
-        first_version: PolicyVersion = 1,
         on_version: Callable[[PolicyVersion], None] | None = None,
     ) -> None:
         if not engines:
@@ -67,20 +65,21 @@ class WeightSync:
         self._probe_requested = False
         self._on_version = on_version
         self._spans = [SpanLog() for _ in self._engines]
-        self.version: PolicyVersion = first_version - 1
+        self.version: PolicyVersion = 0
         self.metrics: Metrics = {}
 
     def request_probe(self) -> None:
         """Probe at the next publish whatever the interval says (an engine was restarted)."""
         self._probe_requested = True
 
-    def publish(self) -> PolicyVersion:
-        """Send the trainer's weights to every engine, verify them, and count the version up.
+    def publish(self, version: PolicyVersion | None = None) -> PolicyVersion:
+        """Send the trainer's weights to every engine, verify them, and only then count them as this version.
 
+        Args: version: above the last one; default: one more.
         Returns: the new version.
         Raises: WeightSyncError naming engine and tensors; the engines then stay paused and refuse to serve.
         """
-        version = self.version + 1
+        version = self.version + 1 if version is None else version
         begin = time.monotonic()
         self._each("pause", lambda engine: engine.pause("keep"))
         names = self._trainer.weight_names()

@@ -51,7 +51,7 @@ def sync(trainer: HfTrainer, control: VllmEngine, tiny_qwen3: Path) -> Iterator[
     restore.close()
 
 
-def make_sync(trainer: HfTrainer, control: VllmEngine, transport: str = "shm", first_version: int = 1) -> WeightSync:
+def make_sync(trainer: HfTrainer, control: VllmEngine, transport: str = "shm") -> WeightSync:
     return WeightSync(
         trainer,  # type: ignore[arg-type]
         [control],
@@ -59,7 +59,6 @@ def make_sync(trainer: HfTrainer, control: VllmEngine, transport: str = "shm", f
         probe_prompts=PROMPTS,
         probe_interval=1,
         probe_tolerance=ProbeTolerance(1e-4),
-        first_version=first_version,
     )
 
 
@@ -221,7 +220,7 @@ def test_a_request_frozen_by_a_sync_goes_on_under_the_new_weights(
     sampling = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
 
     async def run(version: int) -> list[set[int]]:
-        again = make_sync(trainer, control, first_version=version)
+        again = make_sync(trainer, control)
         request = GenerateRequest(request_id=f"long-{version}", token_ids=tuple(PROMPTS[1]), sampling=sampling)
         trainer.perturb(version)
         client = RouterClient(engine.url, [engine.url], run_key)
@@ -229,7 +228,7 @@ def test_a_request_frozen_by_a_sync_goes_on_under_the_new_weights(
         task = asyncio.create_task(client.generate(request))
         while not task.done() and (await asyncio.to_thread(control.stats)).sampled_tokens == before:
             pass
-        await asyncio.to_thread(again.publish)
+        await asyncio.to_thread(again.publish, version)
         completions = await task
         await client.aclose()
         again.close()

@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_costs_that_checkpoint_alone(model_folder, make_trai
     try:
         with pytest.raises(TrainingError, match=r"cannot be written: rank 0: .*File too large"):
             save_checkpoint(saved, 1, trainer, Prompts(16), StopRule(), {})
-        writing = CheckpointWriting(saved, 1, trainer, Prompts(16), StopRule(), {}, in_background=True)
+        writing = CheckpointWriting(saved, 1, trainer, Prompts(16).state(), StopRule(), {}, in_background=True)
         trainer.train(make_batch(LENGTHS))
         with pytest.raises(TrainingError, match=r"cannot be written: rank 0: .*File too large"):
             writing.complete(wait=True)

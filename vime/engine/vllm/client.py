@@ -287,11 +287,6 @@ class RouterClient:
         """Tell the client which policy version is served now; needed where the engine does not report it (0.26)."""
         self._version = version
 
-    @property
-    def version(self) -> PolicyVersion:
-        """The policy version that is served, as far as the client was told."""
-        return self._version or 0
-
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """`sampling.n` completions in one HTTP request.
 

@@ -1,0 +1,26 @@
+"""Checks of what the loop does between two rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vime.config import Config
+from vime.config.eval_sets import has_eval_sets
+from vime.config.modes import evaluates_only, generates, trains
+
+
+def check_loop(config: Config) -> Iterator[str]:
+    """Whether engines have the weights that the loop takes them to have."""
+    if evaluates_only(config) or not (trains(config) and generates(config)):
+        return
+    interval, every = config.sync.update_weights_interval, config.eval.eval_interval
+    if interval > 1 and config.cluster.colocate:
+        yield (
+            f"--update-weights-interval is {interval}, but with --colocate engines get the weights each time they take "
+            "the devices back; use 1"
+        )
+    if interval > 1 and every is not None and has_eval_sets(config) and every % interval:
+        yield (
+            f"--eval-interval is {every}, but engines get weights every {interval} rollouts (--update-weights-interval)"
+            f", so that older ones would be evaluated; use a multiple of {interval}"
+        )
