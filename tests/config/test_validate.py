@@ -169,14 +169,16 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ),
         ({"cluster__actor_num_nodes": 2}, "--actor-num-nodes is 2, but the Ray that is started here has one node"),
         ({"train__stop_metric": "eval/heldout"}, "--stop-metric is eval/heldout, which is not known"),
-        ({"megatron": {"lr": 1e-6, "min_lr": 1e-5}}, "--min-lr is 1e-05, above --lr"),
+        (
+            {"megatron": {"lr": 1e-6, "min_lr": 1e-5}, "train__lr_decay_style": "cosine"},
+            "--min-lr is 1e-05, above --lr",
+        ),
         ({"megatron": {"lr": 1e-6, "bf16": True, "fp16": True}}, "--bf16 and --fp16"),
         ({"megatron": {"lr": 1e-6, "overlap_param_gather": True}}, "which --overlap-grad-reduce makes"),
         (
             {"megatron": {"lr": 1e-6, "overlap_param_gather": True, "use_distributed_optimizer": False}},
             "no weights are gathered",
         ),
-        ({"megatron": {"lr": 1e-6, "align_param_gather": True}}, "is for --overlap-param-gather"),
         ({"megatron": {"lr": 1e-6, "distribute_saved_activations": True}}, "what --recompute-granularity full keeps"),
         (
             {"megatron": {"lr": 1e-6, "tp_comm_overlap": True}},
@@ -199,7 +201,17 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
         ({"data__label_key": None}, "--rm-type exact_match compares with a label; name its key"),
         ({"data__apply_chat_template_kwargs": [1]}, "--apply-chat-template-kwargs is [1], but needs a JSON object"),
         ({"megatron": {"lr": 1e-6, "adam_beta1": 1.0}}, "--adam-beta1 is 1.0, but must be at least 0 and below 1"),
-        ({"megatron": {"lr": 1e-6, "optimizer": "adma"}}, "--optimizer is adma, but must be one of adam, sgd"),
+        ({"megatron": {"lr": 1e-6, "min_lr": 1e-7}}, "--min-lr is 1e-07, but nothing reads it: --lr-decay-style"),
+        ({"megatron": {"lr": 1e-6, "bucket_size": 9}}, "--bucket-size is 9, but nothing reads it: gradients are in"),
+        ({"megatron": {"lr": 1e-6, "deallocate_pipeline_outputs": True}}, "a single stage hands nothing on"),
+        (
+            {"megatron": {"lr": 1e-6, "pad_buckets_for_high_nccl_busbw": True, "use_distributed_optimizer": False}},
+            "--pad-buckets-for-high-nccl-busbw is True, but nothing reads it: it is for the distributed optimizer",
+        ),
+        (
+            {"megatron": {"lr": 1e-6, "apply_wd_to_qk_layernorm": True}},
+            "--apply-wd-to-qk-layernorm is True, but nothing reads it: the model has no norms of",
+        ),
         ({"rollout__start_rollout_id": 1}, "--start-rollout-id is 1, but the run ends before rollout 1"),
         ({"megatron": {"lr": 1e-6, "weight_decay": -0.1}}, "--weight-decay is -0.1, but must be at least 0"),
         ({"log__run_dir": "/dev/null/run"}, "--run-dir /dev/null/run cannot be made: /dev/null is a file"),

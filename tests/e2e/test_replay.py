@@ -51,9 +51,9 @@ def test_a_replay_with_a_stop_in_between_has_the_losses_of_the_run_bit_by_bit(
     assert [p.name for p in find_checkpoints(saved)] == [f"rollout_{r:06d}" for r in sorted({best, 2})]
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["1", "2"]
 
-    process = start_train(*flags, "--num-rollout", "4", "--optimizer", "sgd")
+    process = start_train(*flags, "--num-rollout", "4", "--bf16")
     output, _ = process.communicate(timeout=900)
-    assert process.returncode == 2 and "--optimizer was adam and is sgd" in output
+    assert process.returncode == 2 and "dtype was float32 and is bfloat16" in output
     assert "starting Ray" not in output
 
 

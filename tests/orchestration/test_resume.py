@@ -126,6 +126,10 @@ def test_the_same_settings_go_on_without_a_word(tmp_path: Path) -> None:
         (kept(CONFIG, vocab_size=99), "the model's vocab_size was 100 and is 99"),
         (kept(replace(CONFIG, megatron={"lr": 1e-3, "optimizer": "sgd"})), "--optimizer was adam and is sgd; use adam"),
         (kept(replace(CONFIG, algo=AlgoConfig(loss_type="sft_loss"))), "--loss-type was policy_loss and is sft_loss"),
+        (
+            kept(replace(CONFIG, megatron={"lr": 1e-3, "apply_wd_to_qk_layernorm": True})),
+            "it was not saved with --apply-wd-to-qk-layernorm; leave it out",
+        ),
         (kept(CONFIG, dtype="bfloat16"), "the weights' dtype was float32 and is bfloat16; add --no-bf16"),
     ],
 )

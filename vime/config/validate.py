@@ -16,6 +16,7 @@ from vime.config.modes import evaluates_without_trainer, reads_prompts, replays,
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
+from vime.config.unread_megatron import unread_megatron_settings
 from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_cluster import check_cluster, training_ranks
 from vime.config.validate_data import check_eval_sets, check_prompts
@@ -98,6 +99,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         ),
         check_hooks(config),
         unread_settings(config, facts.explicit),
+        unread_megatron_settings(config, facts.shape),
     )
     return [problem for check in checks for problem in check]
 
@@ -114,7 +116,11 @@ def refuse_what_the_trainer_cannot_do(
     for name, (value, reason) in limits.items():
         given = megatron.get(name, value)
         if given != value:
-            yield f"--{name.replace('_', '-')} is {given}, but this version can only do {value}: {reason}"
+            flag = f"--{name.replace('_', '-')} is {given}"
+            if value is None:
+                yield f"{flag}, which this version cannot do: {reason}; leave it out"
+            else:
+                yield f"{flag}, but this version can only do {value}: {reason}"
 
 
 def _required(config: Config) -> Iterator[str]:

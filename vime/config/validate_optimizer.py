@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from vime.config import Config
 
-_OPTIMIZERS = ("adam", "sgd")
 # (Megatron field, least value, value it must stay below)
 _OPTIMIZER_RANGES = (
     ("adam_beta1", 0, 1.0),
@@ -31,8 +30,6 @@ def check_optimizer(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-init is {train.lr_warmup_init}, above --lr {lr}, which the warm-up rises to"
     if train.lr_decay_iters is not None and 0 < train.lr_decay_iters <= train.lr_warmup_iters:
         yield f"--lr-warmup-iters is {train.lr_warmup_iters}, not below --lr-decay-iters {train.lr_decay_iters}"
-    if megatron.get("optimizer", "adam") not in _OPTIMIZERS:
-        yield f"--optimizer is {megatron['optimizer']}, but must be one of {', '.join(_OPTIMIZERS)}"
     for name, least, below in _OPTIMIZER_RANGES:
         value = megatron.get(name)
         if value is not None and not (least <= value < below):

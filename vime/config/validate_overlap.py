@@ -13,8 +13,6 @@ def check_overlap(megatron: Mapping[str, Any]) -> Iterator[str]:
             yield "--overlap-param-gather: without the distributed optimizer no weights are gathered; drop one of both"
         elif not megatron.get("overlap_grad_reduce"):
             yield "--overlap-param-gather gathers bucket by bucket, which --overlap-grad-reduce makes; give it, too"
-    if megatron.get("align_param_gather") and not megatron.get("overlap_param_gather"):
-        yield "--align-param-gather is for --overlap-param-gather, which is not given"
     if megatron.get("distribute_saved_activations"):
         if megatron.get("recompute_granularity") != "full":
             yield "--distribute-saved-activations spreads what --recompute-granularity full keeps; give it, too"

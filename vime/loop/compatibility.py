@@ -9,6 +9,7 @@ from vime.config import Config
 from vime.models import family_of
 
 _FRESH = "start from its weights alone with --finetune"
+_OTHER_GROUPS = "--apply-wd-to-qk-layernorm"  # puts parameters into another group of the optimizer's
 
 
 def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
@@ -26,6 +27,7 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
             "dtype": dtype,
             "--loss-type": config.algo.loss_type,
             "--optimizer": megatron.get("optimizer", "adam"),
+            **({_OTHER_GROUPS: True} if megatron.get("apply_wd_to_qk_layernorm") else {}),
         },
         "free": {
             **{f"--{n.replace('_', '-')}": _plain(megatron[n]) for n in _MEGATRON_FREE if n in megatron},
@@ -74,6 +76,9 @@ def conflicts(saved: Mapping[str, Any], now: Mapping[str, Any], *, weights_only:
                 continue  # they are rounded, or widened, as those of --hf-checkpoint would be
             flag = "--no-bf16" if old == "float32" else "--bf16"
             yield f"the weights' dtype was {old} and is {new}; add {flag}, or {_FRESH}"
+        elif name == _OTHER_GROUPS and not weights_only:
+            what = f"saved with {name}; give it, too" if old else f"not saved with {name}; leave it out"
+            yield f"it was {what}, or {_FRESH}"
         elif not weights_only:
             yield f"{name} was {old} and is {new}; use {old}, or {_FRESH}"
     if not saved["has_optimizer"] and not weights_only:

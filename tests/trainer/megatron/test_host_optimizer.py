@@ -135,7 +135,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(model_folder, make_trainer, m
     [
         ({**HOST, "use_distributed_optimizer": False}, "--use-distributed-optimizer False is not supported"),
         ({**HOST, "use_precision_aware_optimizer": False}, "the host alone has float32 weights"),
-        ({**HOST, "optimizer": "sgd"}, "there is only AdamW"),
         ({**HOST, "decoupled_weight_decay": False}, "there is only AdamW"),
         ({"use_precision_aware_optimizer": True}, "it needs transformer-engine, or --optimizer-cpu-offload"),
         ({"optimizer_offload_fraction": 0.5}, "it is read with --optimizer-cpu-offload only"),

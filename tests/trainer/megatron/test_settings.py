@@ -38,7 +38,11 @@ def settings(hf=(), world_size=1, **overrides):
 
 def test_overrides_reach_the_object_that_has_the_field():
     s = settings(clip_grad=0.5, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    s2 = settings(bucket_size=1000, overlap_grad_reduce=True)
+    s2 = settings(bucket_size=1000, overlap_grad_reduce=True, grad_reduce_in_fp32=False)
+    assert settings().ddp.grad_reduce_in_fp32 and not s2.ddp.grad_reduce_in_fp32
+    fused = settings(bias_activation_fusion=True, bias_dropout_fusion=True).transformer
+    assert fused.bias_activation_fusion and fused.bias_dropout_fusion
+    assert not settings(check_for_nan_in_grad=True).ddp.check_for_nan_in_grad  # the trainer's own, which all ranks hear
     assert s.optimizer.clip_grad == 0.5 and s.transformer.recompute_granularity == "full"
     assert s2.ddp.bucket_size == 1000 and s2.ddp.overlap_grad_reduce
     assert s.ddp.use_distributed_optimizer and s.optimizer.use_distributed_optimizer
@@ -71,6 +75,14 @@ def test_precision_is_the_checkpoints_unless_a_flag_says_otherwise(dtype, flags,
         ({"layernorm_zero_centered_gamma": True}, "--layernorm-zero-centered-gamma True is not supported"),
         ({"log_num_zeros_in_grad": True}, "--log-num-zeros-in-grad True is not supported"),
         ({"num_layers": 3}, "the checkpoint has 2"),
+        ({"optimizer": "sgd"}, "--optimizer sgd is not supported: .* knows adam alone"),
+        ({"decoupled_lr": 1e-5}, "--decoupled-lr 1e-05 is not supported: .* confuses these parameters"),
+        ({"deterministic_mode": True}, "--deterministic-mode True is not supported"),
+        ({"nccl_ub": True}, "--nccl-ub True is not supported"),
+        ({"muon_num_ns_steps": 3}, "--muon-num-ns-steps 3 is not supported"),
+        ({"fp8_margin": 1}, "--fp8-margin 1 is not supported: it needs transformer-engine"),
+        ({"init_method_std": 0.02}, "--init-method-std 0.02 is not supported: the weights come from"),
+        ({"check_for_nan_in_grad": False}, "the trainer always looks"),
         ({"untie_embeddings_and_output_weights": False}, "untie"),
         ({"lr": None}, "--lr is not set"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,10 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
         elif dist.get_rank() == 0:
             # Each tensor-parallel rank and stage has a stream of its own, so other ranks cannot go on with them.
             _log.warning(
-                "%s was saved by ranks of the layout %s, this run's is %s: random streams start from --seed again",
+                "%s was saved with %s, and this run has %s: random streams start from --seed again",
                 path,
-                saved.get("layout"),
-                _layout(),
+                _described(saved.get("layout")),
+                _described(_layout()),
             )
     else:
         policy.optimizer.reload_model_params()
@@ -111,6 +111,12 @@ def _without_extra_state(model: dict[str, Any]) -> dict[str, Any]:
 def _layout() -> dict[str, int]:
     """The sizes that random streams depend on."""
     return {"tensor": parallel.tp_size(), "pipeline": parallel.pp_size()}
+
+
+def _described(layout: Mapping[str, int] | None) -> str:
+    if layout is None:
+        return "an unknown layout"
+    return f"{layout['tensor']} tensor-parallel ranks and {layout['pipeline']} pipeline stages"
 
 
 def _random_object(state: dict[str, Any] | None) -> ShardedObject:

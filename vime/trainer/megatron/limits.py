@@ -28,6 +28,18 @@ _CONTEXT = "context-parallel ranks split sequences in zigzag and gather keys and
 _OTHER_MODEL = "no supported family has it, and engines would serve another model"
 _NO_GRAPHS = "micro-batches differ in length, and graphs of fixed shapes cannot run them"
 _UNREAD = "no part of the trainer reads it"
+_NO_TE = "it needs transformer-engine"
+_FSDP = "it is for Megatron's FSDP; the distributed optimizer shards instead"
+_SCALE = "no loss is scaled; it is for float16"
+_NO_MTP = "multi-token prediction is not trained"
+_LOADED = "the weights come from the checkpoint"
+_NO_INFERENCE = "the engines generate"
+_NO_OFFLOAD = "it needs transformer-engine; use --recompute-granularity"
+_ONLY_ADAM = (
+    "megatron-core's distributed optimizer knows adam alone, and none of its optimizers can go on with another from a "
+    "checkpoint"
+)
+_GROUPS = "megatron-core confuses these parameters' learning rate with the others' in a resumed run"
 # Settings that would make another model of the checkpoint's, or that nothing reads here.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
     **{
@@ -74,15 +86,148 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
             "init_model_with_meta_device",
             "disable_bf16_reduced_precision_matmul",
             "flash_decode",
-            "inference_rng_tracker",
-            "use_inference_optimized_layers",
-            "inference_fuse_tp_communication",
         )
     },
+    **{
+        name: (False, _NO_INFERENCE)
+        for name in ("inference_rng_tracker", "use_inference_optimized_layers", "inference_fuse_tp_communication")
+    },
+    "inference_sampling_seed": (42, _NO_INFERENCE),
+    "mlp_chunks_for_prefill": (1, _NO_INFERENCE),
+}
+# What belongs to a setting above or below: at megatron-core's own default nothing is asked for.
+_DETAILS: dict[str, tuple[Any, str]] = {
+    **{
+        name: (value, _NO_TE)
+        for name, value in (
+            ("tp_comm_bulk_wgrad", True),
+            ("tp_comm_bulk_dgrad", True),
+            ("tp_comm_overlap_ag", True),
+            ("tp_comm_overlap_rs", True),
+            ("tp_comm_overlap_rs_dgrad", False),
+            ("tp_comm_split_ag", True),
+            ("tp_comm_split_rs", True),
+            ("tp_comm_atomic_ag", False),
+            ("tp_comm_atomic_rs", False),
+            ("tp_comm_overlap_disable_qkv", False),
+            ("tp_comm_overlap_disable_fc1", False),
+            ("tp_comm_bootstrap_backend", "nccl"),
+            ("cpu_offloading_num_layers", 0),
+            ("cpu_offloading_activations", True),
+            ("cpu_offloading_weights", False),
+            ("cpu_offloading_double_buffering", False),
+            ("fp8_recipe", "delayed"),
+            ("fp8_param", False),
+            ("fp8_quantizer_factory", None),
+            ("fp8_margin", 0),
+            ("fp8_interval", 1),
+            ("fp8_amax_history_len", 1),
+            ("fp8_amax_compute_algo", "most_recent"),
+            ("fp8_wgrad", True),
+            ("fp8_dot_product_attention", False),
+            ("fp8_multi_head_attention", False),
+            ("tp_only_amax_red", False),
+            ("fp4_recipe", "nvfp4"),
+            ("fp4_param", False),
+            ("fp4_quantizer_factory", None),
+            ("num_layers_at_start_in_bf16", 1),
+            ("num_layers_at_end_in_bf16", 1),
+            ("kitchen_attention_backend", "sdpa"),
+            ("disable_parameter_transpose_cache", False),
+            ("reuse_grad_buf_for_mxfp8_param_ag", False),
+            ("store_param_remainders", True),
+        )
+    },
+    "activation_func_fp8_input_store": (False, "gradients would be of rounded activations"),
+    "offload_modules": ([], _NO_OFFLOAD),
+    "min_offloaded_tensor_size": (1 << 20, _NO_OFFLOAD),
+    "cuda_graph_use_single_mempool": (False, _NO_GRAPHS),
+    "cuda_graph_retain_backward_graph": (False, _NO_GRAPHS),
+    "cuda_graph_warmup_steps": (3, _NO_GRAPHS),
+    "qk_clip_alpha": (0.5, _UNREAD),
+    "qk_clip_threshold": (100, _UNREAD),
+    "mtp_standalone": (False, _NO_MTP),
+    "mtp_loss_scaling_factor": (0.1, _NO_MTP),
+    **{
+        name: (value, _OTHER_MODEL)
+        for name, value in (
+            ("dsa_indexer_n_heads", None),
+            ("dsa_indexer_head_dim", None),
+            ("dsa_indexer_topk", None),
+            ("dsa_indexer_loss_coeff", None),
+            ("dsa_indexer_use_sparse_loss", False),
+            ("linear_conv_kernel_dim", 4),
+            ("linear_key_head_dim", 128),
+            ("linear_value_head_dim", 128),
+            ("linear_num_key_heads", 16),
+            ("linear_num_value_heads", 32),
+            ("mamba_state_dim", 128),
+            ("mamba_head_dim", 64),
+            ("mamba_num_groups", 8),
+            ("mamba_num_heads", None),
+            ("use_mamba_mem_eff_path", True),
+        )
+    },
+}
+# Of optimizer, gradient buffers and communication.
+_TRAINING: dict[str, tuple[Any, str]] = {
+    "optimizer": ("adam", _ONLY_ADAM),
+    "sgd_momentum": (0.9, _ONLY_ADAM),
+    **{
+        name: (value, _ONLY_ADAM)
+        for name, value in (
+            ("muon_momentum", 0.95),
+            ("muon_split_qkv", True),
+            ("muon_use_nesterov", False),
+            ("muon_scale_mode", "spectral"),
+            ("muon_fp32_matmul_prec", "medium"),
+            ("muon_num_ns_steps", 5),
+            ("muon_tp_mode", "blockwise"),
+            ("muon_extra_scale_factor", 1.0),
+        )
+    },
+    "decoupled_lr": (None, _GROUPS),
+    "decoupled_min_lr": (None, _GROUPS),
+    "loss_scale": (None, _SCALE),
+    "initial_loss_scale": (2**32, _SCALE),
+    "min_loss_scale": (1.0, _SCALE),
+    "loss_scale_window": (1000, _SCALE),
+    "hysteresis": (2, _SCALE),
+    "check_for_nan_in_grad": (True, "the trainer always looks, and all ranks stop together"),
+    "align_param_gather": (False, "untried; each stage gathers weights when it comes to them"),
+    "check_for_large_grads": (False, "train/grad_norm is logged"),
+    "reduce_scatter_with_fp32_accumulation": (False, "gradients are summed in float32 as they are"),
+    "gradient_reduce_div_fusion": (True, _UNREAD),
+    "suggested_communication_unit_size": (None, _FSDP),
+    "preserve_fp32_weights": (True, _FSDP),
+    "keep_fp8_transpose_cache": (False, _FSDP),
+    "fsdp_double_buffer": (False, _FSDP),
+    "fsdp_manual_registration": (False, _FSDP),
+    "outer_dp_sharding_strategy": ("no_shard", _FSDP),
+    "nccl_ub": (False, "its allocator is compiled when it starts"),
+    "disable_symmetric_registration": (False, "it is for --nccl-ub"),
+    "pin_cpu_params": (None, "weights come back from the host through memory that is not pinned"),
+    "deterministic_mode": (
+        False,
+        "kernels of attention and experts add up in any order on CUDA, whatever megatron-core does elsewhere",
+    ),
+    "async_tensor_model_parallel_allreduce": (True, "megatron-core does not read it any more"),
+    "cross_entropy_fusion_impl": ("native", "the head computes log-probs itself, chunk by chunk"),
+    "wgrad_deferral_limit": (0, "the head computes its gradient with the log-probs, chunk by chunk"),
+    "batch_p2p_sync": (True, "untried; a stage waits for what it is sent"),
+    "barrier_with_L1_time": (True, _UNREAD),
+    "clone_scatter_output_in_embedding": (True, "the embedding's whole output would stay in memory"),
+    "hetereogenous_dist_checkpoint": (False, "all layers of a kind are alike"),
+    "perform_initialization": (True, "rows that pad the vocabulary must hold numbers"),
+    "use_cpu_initialization": (None, _LOADED),
+    "init_method_std": (None, _LOADED),
+    "embedding_init_method_std": (None, _LOADED),
 }
 # Field -> the only value that works today, and what to say of it.
 FIXED: dict[str, tuple[Any, str]] = {
     **_ELSEWHERE,
+    **_DETAILS,
+    **_TRAINING,
     "overlap_p2p_comm_warmup_flush": (
         False,
         "stages wait for each other for ever where they tell each other how long micro-batches are",
@@ -97,25 +242,25 @@ FIXED: dict[str, tuple[Any, str]] = {
         False,
         "unproven; --overlap-param-gather overlaps with the forward pass that follows",
     ),
-    "delay_wgrad_compute": (False, "it needs transformer-engine"),
+    "delay_wgrad_compute": (False, _NO_TE),
     "cross_entropy_loss_fusion": (False, "the head computes log-probs itself, chunk by chunk"),
     "enable_autocast": (False, "use --bf16"),
-    "use_te_rng_tracker": (False, "it needs transformer-engine"),
+    "use_te_rng_tracker": (False, _NO_TE),
     "use_ring_exchange_p2p": (False, "it needs a PyTorch of NVIDIA's own build"),
     "defer_embedding_wgrad_compute": (False, "the head computes its gradient with the log-probs, chunk by chunk"),
     "hierarchical_context_parallel_sizes": (None, _CONTEXT),
     "hybrid_context_parallel": (False, _CONTEXT),
     "max_seqlen_per_dp_cp_rank": (None, _CONTEXT),
     "cp_comm_type": (None, _CONTEXT),
-    "tp_comm_overlap": (False, "it needs transformer-engine"),
-    "cpu_offloading": (False, "it needs transformer-engine"),
-    "fine_grained_activation_offloading": (False, "it needs transformer-engine; use --recompute-granularity"),
+    "tp_comm_overlap": (False, _NO_TE),
+    "cpu_offloading": (False, _NO_TE),
+    "fine_grained_activation_offloading": (False, _NO_OFFLOAD),
     "num_distributed_optimizer_instances": (1, "the optimizer is spread over all data-parallel ranks"),
     "variable_seq_lengths": (True, "micro-batches are packed and differ in length"),
     "batch_invariant_mode": (False, "its kernels need transformer-engine and flash-attn"),
     "ep_overlap_early_attn_memory_release": (False, "it is for --overlap-moe-expert-parallel-comm"),
     "overlap_moe_expert_parallel_comm": (False, "untried; it needs interleaved stages or no stages at all"),
-    "mtp_num_layers": (None, "multi-token prediction is not trained"),
+    "mtp_num_layers": (None, _NO_MTP),
     "fp16": (False, "a float16 loss scale would skip steps silently; use bf16"),
     "fp8": (None, "fp8 needs transformer-engine"),
     "fp4": (None, "fp4 needs transformer-engine"),
@@ -165,7 +310,7 @@ EXPERTS: dict[str, tuple[Any, str]] = {
     "moe_extended_tp": (False, "megatron-core does not read it any more; --expert-tensor-parallel-size cuts experts"),
     "moe_layer_recompute": (False, "use --recompute-granularity selective --recompute-modules moe"),
     "moe_apply_probs_on_input": (False, "the supported families weigh experts' outputs"),
-    "moe_latent_size": (None, "it needs transformer-engine"),
+    "moe_latent_size": (None, _NO_TE),
     "moe_shared_expert_gate": (False, _CHECKPOINT_SAYS),
     **{
         name: (None, _CHECKPOINT_SAYS)
@@ -185,7 +330,7 @@ _ON_HOST = "with --optimizer-cpu-offload"
 ON_HOST: dict[str, tuple[Any, str]] = {
     "use_precision_aware_optimizer": (True, f"{_ON_HOST} the host alone has float32 weights"),
     "use_distributed_optimizer": (True, f"{_ON_HOST} state is always spread over data-parallel ranks"),
-    "optimizer": ("adam", f"{_ON_HOST} there is only AdamW"),
+    "use_torch_optimizer_for_cpu_offload": (True, "it is torch's always"),
     "decoupled_weight_decay": (True, f"{_ON_HOST} there is only AdamW"),
 }
 # And without.
@@ -196,6 +341,7 @@ ON_DEVICE: dict[str, tuple[Any, str]] = {
         for name, value in (
             ("optimizer_offload_fraction", 0.0),
             ("overlap_cpu_optimizer_d2h_h2d", False),
+            ("pin_cpu_grads", True),
             ("use_torch_optimizer_for_cpu_offload", False),
         )
     },

@@ -158,7 +158,7 @@ def _pop_checkpoint_facts(model: ModelSettings, rest: dict[str, Any]) -> list[st
     t = model.transformer
     facts = {
         "num_moe_experts": None,
-        **{name: value for name, value in t.items() if name != "activation_func"},
+        **{name: value for name, value in t.items() if name not in ("activation_func", "init_method_std")},
         "swiglu": t["gated_linear_unit"] and t["activation_func"] == "silu",
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "use_rotary_position_embeddings": True,
@@ -172,5 +172,5 @@ def _pop_checkpoint_facts(model: ModelSettings, rest: dict[str, Any]) -> list[st
     return [
         f"--{name.replace('_', '-')} is {given}, but the checkpoint has {facts[name]}; leave it out"
         for name, given in [(n, rest.pop(n)) for n in list(rest) if n in facts]
-        if given != facts[name] and name not in ("init_method_std",)
+        if given != facts[name]
     ]
