@@ -6,9 +6,10 @@ The loops (vime/loop) are written on these alone; orchestration builds the objec
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,19 @@ class ProbeResult:
     completions: tuple[Completion, ...]
 
 
+TrainerPart: TypeAlias = Literal["weights", "state"]
+"""What of a trainer leaves its device: the policy's weights; or gradients, optimizer state and reference model."""
+TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device's memory."""
+
+    used: int
+    total: int
+
+
 class Trainer(Protocol):
     """The policy under training. Its methods are collective over all its ranks."""
 
@@ -107,11 +121,14 @@ class Trainer(Protocol):
     def export_hf(self, path: Path) -> None:
         """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
 
-    def offload(self) -> None:
-        """Leave the device (colocate)."""
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Leave the device with these parts (colocate), and free what is cached there; none: the cache alone."""
 
-    def onload(self) -> None:
-        """Come back to the device (colocate)."""
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Come back to the device with these parts. Raises: TrainingError if it has no room."""
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Of the fullest rank's device, all processes there counted; None where there is no device but the host."""
 
 
 class Engines(Protocol):
@@ -136,9 +153,11 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Schedule again. Raises: WeightSyncError if the engine's weights may not be used."""
 
-    def sleep(self, level: int = 1) -> None: ...
+    def sleep(self, level: int = 1) -> None:
+        """Free the device, and stop scheduling. level 1: weights go to host memory; 2: they are lost."""
 
-    def wake(self, tags: Sequence[str] = ()) -> None: ...
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take device memory again: all, or "weights", or then "kv_cache", with which scheduling goes on."""
 
     def begin_weights(self, version: PolicyVersion, transport: str, names: Sequence[str]) -> None:
         """Open a weight sync: what will come, by which transport, and the names to be loaded exactly once."""
@@ -156,6 +175,25 @@ class Engine(Protocol):
         """Pause, and refuse to resume until a weight sync has ended well."""
 
     def health(self) -> bool: ...
+
+
+class Turns(Protocol):
+    """Who has the devices that trainer and engines share; the order is drawn in vime/loop/turns.py."""
+
+    def to_training(self, *, weights_follow: bool) -> None:
+        """The trainer may train and save. Args: weights_follow: a sync comes before engines generate again."""
+
+    def to_sync(self) -> None:
+        """Weights may be sent."""
+
+    def to_generation(self) -> None:
+        """Engines may generate."""
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """While engines may generate: the trainer may compute log-probs inside."""
+
+    def take_metrics(self) -> Metrics:
+        """What it took since the last call."""
 
 
 class BucketWriter(Protocol):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,39 @@ def test_each_rollout_is_generated_by_the_weights_trained_on_the_one_before(tmp_
         "evaluate 1 at v3",
     ]
     assert world.finished
+
+
+class TakingTurns:
+    """Notes who has the devices; every stage but generation and evaluation is the trainer's."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def to_training(self, *, weights_follow: bool) -> None:
+        self.calls.append(f"to training, {'weights follow' if weights_follow else 'weights stay'}")
+
+    def to_generation(self) -> None:
+        self.calls.append("to generation")
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"perf/sleep_time": 0.25}
+
+
+def test_trainer_and_engines_take_turns(tmp_path: Path) -> None:
+    world = World()
+    stages = replace(world.stages(), turns=TakingTurns(world.calls))  # type: ignore[arg-type]
+    world.stages = lambda: stages  # type: ignore[method-assign]
+    cadence = Cadence(3, eval_interval=1, save_interval=1, publish_interval=2, evaluates=True, saves=True)
+    rows = run(world, tmp_path, cadence, eval_before=False)
+    assert [call.partition(" at")[0] for call in world.calls] == [
+        *("publish v1", "generate 0", "to training, weights stay", "train batch 0", "save 0"),
+        *("to generation", "evaluate 0"),
+        *("generate 1", "to training, weights follow", "train batch 1", "save 1", "publish v3"),
+        *("to generation", "evaluate 1"),
+        *("generate 2", "to training, weights follow", "train batch 2", "save 2", "publish v4"),
+        *("to generation", "evaluate 2"),
+    ]
+    assert rows[0]["perf/sleep_time"] == 0.25 and {"perf/to_training_time", "perf/to_generation_time"} < set(rows[0])
 
 
 def test_a_run_that_stops_early_evaluates_and_saves_at_its_end(tmp_path: Path) -> None:

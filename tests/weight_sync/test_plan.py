@@ -107,6 +107,42 @@ def test_the_order_of_a_sync() -> None:
     assert sync.publish(5) == sync.version == 5
 
 
+class FakeTurns:
+    """Notes who has the devices."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def to_sync(self) -> None:
+        self.log.append("to sync")
+
+    def to_generation(self) -> None:
+        self.log.append("to generation")
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        self.log.append("to scoring")
+        yield
+        self.log.append("back")
+
+
+def test_sides_that_share_devices_change_places_around_the_sending_and_the_scoring() -> None:
+    sync, log, engines, _ = make(interval=2)
+    sync._turns = FakeTurns(log)  # type: ignore[assignment]
+    sync.publish()
+    assert log == [
+        *("to sync", "e0 pause keep", "e0 begin 1 shm x,y", "write 0", "e0 receive 0", "write 1", "e0 receive 1"),
+        *("e0 commit 1", "to generation", "e0 resume", "e0 probe", "to scoring", "back"),
+    ]
+    sync.publish()
+    assert "to scoring" not in log[log.index("back") :]
+    log.clear()
+    engines[0].fail_at = "commit 3"
+    with pytest.raises(WeightSyncError):
+        sync.publish()
+    assert log[-1] == "e0 commit 3"  # no KV cache, and nothing scheduled, over weights that were not committed
+
+
 def test_every_engine_has_a_bucket_before_the_next_is_written() -> None:
     sync, log, _, _ = make(num_engines=3)
     sync.publish()

@@ -13,7 +13,7 @@ from typing import Protocol
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.recorder import Recorder, Step
 from vime.loop.staleness import staleness_metrics
-from vime.protocols import Trainer
+from vime.protocols import Trainer, Turns
 from vime.types import Group, Metrics, PolicyVersion, RolloutResult, TrainBatch
 
 
@@ -65,6 +65,8 @@ class Stages:
     publisher: Publisher
     make_batch: Callable[[int, list[Group]], tuple[TrainBatch, Metrics]]
     checkpoints: Checkpoints
+    turns: Turns | None = None
+    """Where trainer and engines take turns on the same devices; a weight sync is one of them (vime/loop/turns.py)."""
 
 
 def run_sync(
@@ -82,11 +84,14 @@ def run_sync(
         with recorder.step(rollout_id) as step:
             with step.stage("rollout"):
                 result = stages.rollout.generate(rollout_id)
+            weights_follow = cadence.publish_due(rollout_id, last=cadence.is_last(rollout_id))
+            to_training(stages, step, weights_follow=weights_follow)
             train(stages, step, rollout_id, result, version)
             last = cadence.is_last(rollout_id) or stop.reached(step.metrics)
             save(stages, step, cadence, rollout_id, last=last)
             if cadence.publish_due(rollout_id, last=last):
                 version = publish(stages, step, rollout_id)
+            to_generation(stages, step)
             if cadence.eval_due(rollout_id, last=last):
                 evaluate(stages, step, rollout_id)
             stages.checkpoints.settle(rollout_id, step.metrics)
@@ -109,6 +114,21 @@ def begin(stages: Stages, recorder: Recorder, *, start: int, eval_before: bool) 
         if eval_before:
             evaluate(stages, setup, start - 1)
     return version
+
+
+def to_training(stages: Stages, step: Step, *, weights_follow: bool) -> None:
+    """Give the devices that both sides share to the trainer. Args: weights_follow: a sync comes before generation."""
+    if stages.turns is not None:
+        with step.stage("to_training"):
+            stages.turns.to_training(weights_follow=weights_follow)
+
+
+def to_generation(stages: Stages, step: Step) -> None:
+    """Give the shared devices to the engines, if the weight sync has not."""
+    if stages.turns is not None:
+        with step.stage("to_generation"):
+            stages.turns.to_generation()
+        step.add(stages.turns.take_metrics())
 
 
 def train(stages: Stages, step: Step, rollout_id: int, result: RolloutResult, version: PolicyVersion) -> None:

@@ -79,7 +79,7 @@ train/step | steps | optimizer steps since the start of the run
 train/tokens | tokens | prompt and response tokens trained on
 train/global_batch_size | trajectories | trajectories per optimizer step, the constant the loss is averaged over
 train/policy_version | version | version of the weights that generated the rollout
-weight_sync/seconds | s | pause to resume of the weight sync that ended the step
+weight_sync/seconds | s | pause to commit of the weight sync that ended the step
 weight_sync/bytes | bytes | what it sent to each engine
 weight_sync/buckets | count | in how many buckets
 weight_sync/probe_seconds | s | of the probe, where one was due
@@ -108,7 +108,8 @@ perf/non_generation_time/<statistic> | s | time a sample trained on spent in spa
 perf/sample_seconds/{waiting,generate,reward,filter}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded and filtered, over those that were: `mean`, `median`, `min`, `max`
 perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
-perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, save_hf, update_weights, eval; a stage inside another counts once, in the inner one
+perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, save_hf, update_weights, eval, and to_training and to_generation where trainer and engines take turns on the same devices; a stage inside another counts once, in the inner one
+perf/{sleep,wake,offload,onload}_time | s | where trainer and engines take turns on the same devices: the engines free them and take them again, the trainer leaves and comes back. Part of perf/to_training_time, perf/update_weights_time and perf/to_generation_time
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once
@@ -116,6 +117,7 @@ perf/actor_train_mfu | ratio | perf/actor_train_tflops over the device's dense 1
 memory/driver_rss_bytes | bytes | host memory of the driver at the end of the step (resident set, shared pages included)
 memory/trainer_rss_bytes | bytes | host memory of training rank 0 at the end of its training
 memory/trainer_device_peak_bytes | bytes | most device memory that torch held on rank 0 since the step before (CUDA)
+memory/device_used_in_{training,sync,generation}_bytes | bytes | device memory in use, by whatever process, when trainer and engines had changed places; the fullest training rank's
 memory/engine_rss_bytes | bytes | host memory of the largest engine server after the rollout, where vLLM reports it
 """  # noqa: E501
 

@@ -23,7 +23,7 @@ from vime.orchestration.cluster import Reservation
 from vime.orchestration.placement import Layout, Placement
 from vime.platform import get_platform
 from vime.platform.base import Platform
-from vime.protocols import BucketWriter
+from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceMemory, TrainerPart
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
 from vime.wire import BucketMessage
@@ -268,13 +268,18 @@ class TrainerGroup:
         """See `Trainer`."""
         self._all("export_hf", path)
 
-    def offload(self) -> None:
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """See `Trainer`."""
-        self._all("offload")
+        self._all("offload", parts)
 
-    def onload(self) -> None:
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """See `Trainer`."""
-        self._all("onload")
+        self._all("onload", parts)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """See `Trainer`."""
+        figures: list[DeviceMemory | None] = self._all("device_memory")
+        return max((f for f in figures if f is not None), key=lambda figure: figure.used, default=None)
 
     def take_spans(self) -> list[list[Span]]:
         """What each rank was busy with since the last call; for the trace."""

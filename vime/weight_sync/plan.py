@@ -8,6 +8,9 @@
       -> probe, when due                                            trainer re-scores what the engines say
     only then does the version count
 
+Where both sides share devices, they change places before the pause, between commit and resume, and around the scoring
+(vime/loop/turns.py).
+
 The probe comes after resume because a paused vLLM generates nothing. If it fails, the engines are paused again and
 refuse to serve, and the run ends: nothing sampled in between is trained on.
 """
@@ -17,11 +20,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import TypeVar
 
 from vime.errors import WeightSyncError
 from vime.observability.trace import Span, SpanLog
-from vime.protocols import Engine, Trainer
+from vime.protocols import Engine, Trainer, Turns
 from vime.types import Metrics, PolicyVersion
 from vime.weight_sync.verify import PROBE_TOKENS, ProbeReport, ProbeTolerance, compare_probe, probe_sequences
 
@@ -40,6 +44,7 @@ class WeightSync:
         probe_interval: probe at the first publish and every this many after it; 0: never.
         probe_tolerance: how large a log-prob difference a probe may show.
         on_version: called with each version that counts (clients of engines that do not report it need it).
+        turns: where trainer and engines share devices.
     Raises: ValueError if probes are wanted but there are no prompts, or there is no engine.
     """
 
@@ -53,6 +58,7 @@ class WeightSync:
         probe_interval: int,
         probe_tolerance: ProbeTolerance,
         on_version: Callable[[PolicyVersion], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         if not engines:
             raise ValueError("a weight sync needs at least one engine")
@@ -63,7 +69,7 @@ class WeightSync:
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="weight-sync")
         self._published = 0
         self._probe_requested = False
-        self._on_version = on_version
+        self._on_version, self._turns = on_version, turns
         self._spans = [SpanLog() for _ in self._engines]
         self.version: PolicyVersion = 0
         self.metrics: Metrics = {}
@@ -80,16 +86,21 @@ class WeightSync:
         Raises: WeightSyncError naming engine and tensors; the engines then stay paused and refuse to serve.
         """
         version = self.version + 1 if version is None else version
+        if self._turns is not None:
+            self._turns.to_sync()
         begin = time.monotonic()
         self._each("pause", lambda engine: engine.pause("keep"))
         names = self._trainer.weight_names()
         self._each("begin", lambda engine: engine.begin_weights(version, self._transport, names))
         num_bytes, num_buckets = self._send(version)
         self._each("commit", lambda engine: engine.commit(version))
+        seconds = time.monotonic() - begin
+        if self._turns is not None:
+            self._turns.to_generation()
         self._each("resume", lambda engine: engine.resume())
         synced = time.monotonic()
         self.metrics = {
-            "weight_sync/seconds": synced - begin,
+            "weight_sync/seconds": seconds,
             "weight_sync/bytes": float(num_bytes),
             "weight_sync/buckets": float(num_buckets),
         }
@@ -144,8 +155,9 @@ class WeightSync:
 
     def _verify(self, version: PolicyVersion) -> None:
         probes = self._each("probe", lambda engine: engine.probe(self._prompts, PROBE_TOKENS))
-        # One call, because scoring is collective over the trainer's ranks.
-        scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
+        with nullcontext() if self._turns is None else self._turns.scoring():
+            # One call, because scoring is collective over the trainer's ranks.
+            scores = self._trainer.score([sequence for probe in probes for sequence in probe_sequences(probe)])
         count = len(self._prompts)
         reports = [compare_probe(probe, scores[i * count : (i + 1) * count]) for i, probe in enumerate(probes)]
         worst: ProbeReport = max(reports, key=self._tolerance.value)

@@ -97,13 +97,19 @@ class VllmEngine:
         self._expect(self._post("/resume"), "status", "resumed")
 
     def sleep(self, level: int = 1) -> None:
-        """Free device memory. level 1: weights go to host memory; 2: weights are dropped."""
-        self._post("/sleep", params={"level": level})
+        """Free device memory, and stop scheduling. level 1: weights go to host memory; 2: weights are dropped.
+
+        Buffers, which no sync brings, are kept at both levels. The next wake must be of the weights: it restores them.
+        """
+        self._post("/sleep", params={"level": level}, timeout=self._weight_timeout_s)
         self._expect(self._get("/is_sleeping"), "is_sleeping", True)  # 0.26 answers /sleep with an empty body
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Take device memory again; all of it, or only "weights" or "kv_cache"."""
-        self._post("/wake_up", params=[("tags", tag) for tag in tags])
+        """Take device memory again: all of it, or "weights", or then "kv_cache". Once all is there, vLLM schedules."""
+        self._post("/wake_up", params=[("tags", tag) for tag in tags], timeout=self._weight_timeout_s)
+        if not tags or "kv_cache" in tags:
+            # vLLM answers success to a tag that is awake already or never slept, and goes on sleeping.
+            self._expect(self._get("/is_sleeping"), "is_sleeping", False)
 
     def begin_weights(self, version: PolicyVersion, transport: str, names: Sequence[str]) -> None:
         """Open a weight sync on a paused engine; a sync that was left half done is dropped first.

@@ -118,10 +118,13 @@ class Policy:
         return [b.grad_data for ddp in self.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """The state of the torch optimizers that Megatron's wraps: moments and step counts."""
-        wrapped = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        states = [state for o in wrapped for state in o.optimizer.state.values()]
-        return [value for state in states for value in state.values() if torch.is_tensor(value)]
+        """The state of the torch optimizers that Megatron's wraps: moments, step counts, and further master weights."""
+        wrapped = [o.optimizer for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        # One that works on the host keeps the masters of what stays on the device to itself.
+        inner = [sub for o in wrapped for sub in getattr(o, "sub_optimizers", [])]
+        masters = [p for sub in inner for group in sub.param_groups for p in group["params"]]
+        states = [state for o in (*wrapped, *inner) for state in o.state.values()]
+        return [*masters, *(value for state in states for value in state.values() if torch.is_tensor(value))]
 
 
 def build_chunks(

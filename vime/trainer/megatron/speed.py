@@ -7,6 +7,7 @@ import torch
 
 from vime.models import ModelSettings
 from vime.models.flops import forward_flops
+from vime.protocols import DeviceMemory
 from vime.types import Metrics, TrainBatch
 
 # part of perf/train_time -> forward passes' worth of model operations: a backward pass counts two
@@ -42,3 +43,11 @@ def memory_metrics(device_type: str) -> Metrics:
         metrics["memory/trainer_device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
     return metrics
+
+
+def device_memory(device_type: str) -> DeviceMemory | None:
+    """Of the current device, all processes there counted."""
+    if device_type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(total - free, total)

@@ -22,7 +22,7 @@ from vime.errors import TrainingError
 from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
-from vime.protocols import BucketWriter
+from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceMemory, TrainerPart
 from vime.trainer.megatron import (
     checkpoint,
     cpu_shims,
@@ -129,7 +129,7 @@ class MegatronTrainer:
             self._reference = build_reference(
                 folder, self._model, self._names, self._new_model, policy_folder=self._source
             )
-        self._offloader = offload.Offloader()
+        self._parts = offload.DeviceParts(self._policy, self._reference, self._platform.device_type)
         inv_freq, rope_factor = rope.inverse_frequencies(self._model, device)
         self._layout = packing.Layout(
             inv_freq=inv_freq,
@@ -368,17 +368,18 @@ class MegatronTrainer:
         counters = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer)
         self._step = 0 if settings.finetune else counters["step"]
 
-    def offload(self) -> None:
-        """Leave the device (colocate). Does nothing on the CPU platform, where engines share the host's memory."""
-        if self._platform.device_type == "cpu":
-            return
-        keep, drop = offload.device_tensors(self._policy, self._reference, self._platform.device_type)
-        self._offloader.offload(keep, drop=drop)
-        torch.cuda.empty_cache()
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Leave the device with these parts (colocate); on the CPU platform nothing moves."""
+        if self._platform.device_type != "cpu":
+            self._parts.offload(parts)
 
-    def onload(self) -> None:
-        """Come back to the device (colocate)."""
-        self._offloader.onload()
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Come back to the device with these parts. Raises: TrainingError if it has no room."""
+        self._parts.onload(parts)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Of this rank's device, all processes there counted; None on the CPU platform."""
+        return speed.device_memory(self._platform.device_type)
 
     def close(self) -> None:
         """Leave the process groups and release the writer's place; the trainer cannot be used afterwards."""
@@ -386,6 +387,7 @@ class MegatronTrainer:
             self._save.abandon()
         if self._writer is not None:
             self._writer.close()
+        self._parts.close()
         # Autograd's nodes hold the wrapper's hooks and it holds the nodes, a cycle that no collector sees: weights,
         # process groups and their threads would stay.
         for node in (node for ddp in self._policy.ddps for node in ddp.grad_accs):
