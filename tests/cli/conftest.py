@@ -1,12 +1,26 @@
 """A tiny checkpoint's config, prompts and names of tensors: all that resolving settings reads."""
 
 import json
+import os
 import struct
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from vime.models import family_of
+
+
+def write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of zeros in float32, which takes no room on the disk."""
+    head, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * prod(shape)
+        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
 
 
 @pytest.fixture
@@ -32,9 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     family = family_of(config)
-    names = family.name_map(family.settings(config)).hf_names()
-    head = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    write_weights(folder / "model.safetensors", family.name_map(family.settings(config)).shapes())
     return folder
 
 

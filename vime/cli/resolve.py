@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vime.cli.checkpoint_files import check_checkpoint_files
 from vime.cli.flag import Flag
 from vime.cli.help import print_help
 from vime.cli.parse import Catalogue, Parsed, parse
 from vime.cli.vime_flags import section_classes
 from vime.config import Config
-from vime.config.hf import check_files, local_checkpoint, read_model_config
+from vime.config.hf import local_checkpoint, read_model_config
 from vime.config.validate import Facts, validate
 from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
@@ -73,9 +74,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True) -> Re
     config = _fill(config, platform, model, origin)
     if fetch:
         folder = local_checkpoint(config.checkpoint.hf_checkpoint)
-        family = family_of(model)
-        if lacking := list(check_files(folder, family.name_map(family.settings(model)).hf_names())):
-            raise ConfigError(lacking)
+        check_checkpoint_files(config, folder, model)
         config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(folder)))
     origin |= {name.replace("_", "-"): CHECKPOINT for name in shape if name.replace("_", "-") not in origin}
     return Resolved(config, origin, shape)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vime.config.hf_weights import read_json_object
 from vime.errors import ConfigError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_TIMEOUT_S = 10
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_MAX_HEAD_BYTES = 100_000_000  # safetensors' own limit
 
 
 def read_model_config(checkpoint: str) -> dict[str, Any]:
@@ -30,13 +27,7 @@ def read_model_config(checkpoint: str) -> dict[str, Any]:
             f"--hf-checkpoint {checkpoint} holds no config.json; it must be an HF checkpoint folder "
             "(`vime convert` makes one of a training checkpoint)"
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hf-checkpoint {checkpoint}: config.json cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--hf-checkpoint {checkpoint}: config.json holds a {type(config).__name__}, not an object")
-    return config
+    return read_json_object(path)
 
 
 def local_checkpoint(checkpoint: str) -> Path:
@@ -47,43 +38,11 @@ def local_checkpoint(checkpoint: str) -> Path:
     return _folder(checkpoint) or _from_hub(checkpoint, only_config=False)
 
 
-def check_files(folder: Path, tensors: Iterable[str]) -> Iterator[str]:
-    """What a checkpoint folder lacks, in sentences: tokenizer, weights, tensors. Reads the heads of files only.
-
-    Args: tensors: names that its weights must hold.
-    """
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers would make an empty tokenizer of the rest without a word
-        yield f"--hf-checkpoint {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})"
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    try:
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            files = [single.name]
-        there = {name for file in files for name in _tensor_names(folder / file)}
-    except FileNotFoundError as error:
-        yield f"--hf-checkpoint {folder} holds no {Path(error.filename).name}; other weight formats are not read"
-        return
-    except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
-        yield f"--hf-checkpoint {folder}: its safetensors are damaged ({type(error).__name__}: {error})"
-        return
-    if missing := sorted(set(tensors) - there):
-        yield f"--hf-checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}"
-
-
-def _tensor_names(path: Path) -> list[str]:
-    """The names in a safetensors file's head. Raises: ValueError if the file is shorter than its head says."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEAD_BYTES:
-            raise ValueError(f"{path.name} is no safetensors file")
-        head = json.loads(file.read(length))
-    head.pop("__metadata__", None)
-    ends = [entry["data_offsets"][1] for entry in head.values()]
-    if path.stat().st_size < 8 + length + max(ends, default=0):
-        raise ValueError(f"{path.name} is cut off")
-    return list(head)
+def tokenizer_problem(folder: Path) -> str | None:
+    """A sentence if a checkpoint folder holds no tokenizer: transformers would make an empty one without a word."""
+    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return f"--hf-checkpoint {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})"
 
 
 def _folder(checkpoint: str) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from vime.errors import ConfigError
 from vime.models.config_values import value_problems
-from vime.models.names import NameMap, Rule, decoder_layer_rules
+from vime.models.names import NameMap, Rule, Shape, decoder_layer_rules
 from vime.models.rope import rope_scaling, rotary_base, rotary_percent, unsupported_rope
 from vime.models.settings import ModelSettings
 
@@ -90,15 +90,18 @@ class Family(ABC):
         )
 
     def name_map(self, settings: ModelSettings) -> NameMap:
-        """The name table of a model with these settings; a tied head has no tensor of its own."""
-        num_layers = settings.transformer["num_layers"]
-        rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+        """The table of names and shapes of a model with these settings; a tied head has no tensor of its own."""
+        num_layers, hidden = settings.transformer["num_layers"], settings.transformer["hidden_size"]
+        vocabulary = ((settings.vocab_size, hidden),)
+        rules = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary)]
         for i in range(num_layers):
             rules += self.layer_rules(i, settings)
-        rules.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",)))
+        rules.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),)))
         if not settings.tie_word_embeddings:
-            rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
-        return NameMap(rules, kept_layers=range(num_layers, num_layers + settings.num_mtp_layers))
+            rules.append(Rule("output_layer.weight", ("lm_head.weight",), vocabulary))
+        kept_layers = range(num_layers, num_layers + settings.num_mtp_layers)
+        kept_shapes = {name: shape for i in kept_layers for name, shape in self.mtp_shapes(i, settings).items()}
+        return NameMap(rules, kept_layers, kept_shapes)
 
     @abstractmethod
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +110,13 @@ class Family(ABC):
     def layer_rules(self, layer: int, settings: ModelSettings) -> list[Rule]:
         """The names of one decoder layer's tensors. Args: layer: counted from 0 over the whole model."""
         return decoder_layer_rules(layer, settings)
+
+    def mtp_shapes(self, layer: int, settings: ModelSettings) -> dict[str, Shape]:
+        """HF name -> shape of what a layer of multi-token prediction may hold; what is not named may have any.
+
+        Args: layer: counted from 0 over the whole checkpoint, the model's own layers before it.
+        """
+        return {}
 
     def head_dim(self, hf: Mapping[str, Any]) -> int:
         """Width of one attention head."""

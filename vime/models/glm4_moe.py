@@ -6,9 +6,12 @@ Its multi-token-prediction layer lies behind the last layer in the checkpoint an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from vime.models.base import Family, any_window, mixture
+from vime.models.names import Shape, decoder_layer_rules, shapes_of
+from vime.models.settings import ModelSettings
 
 
 class Glm4Moe(Family):
@@ -42,6 +45,18 @@ class Glm4Moe(Family):
 
     def num_mtp_layers(self, hf: Mapping[str, Any]) -> int:
         return int(hf.get("num_nextn_predict_layers", 1) or 0)
+
+    def mtp_shapes(self, layer: int, settings: ModelSettings) -> dict[str, Shape]:
+        """A layer with experts as the model's own, two norms and a matrix before it, and a norm and a head behind."""
+        t = settings.transformer
+        one = replace(settings, transformer={**t, "moe_layer_freq": [1] * (layer + 1)})
+        hf, hidden = f"model.layers.{layer}.", t["hidden_size"]
+        return {
+            **{name: shape for rule in decoder_layer_rules(layer, one) for name, shape in shapes_of(rule)},
+            **{f"{hf}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")},
+            **{f"{hf}{name}.weight": (settings.vocab_size, hidden) for name in ("embed_tokens", "shared_head.head")},
+            f"{hf}eh_proj.weight": (hidden, 2 * hidden),
+        }
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
         problems = super().problems(hf) + any_window(hf)

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from vime.engine.vllm.weight_names import WeightLedger, checkpoint_names
+from vime.errors import ConfigError
 
 CONFIG = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=True)
 REQUIRED = frozenset({"a", "b"})
@@ -33,9 +35,16 @@ def test_names_of_a_checkpoint_without_what_is_no_part_of_the_policy(tmp_path: P
     assert checkpoint_names(str(tmp_path), untied) == policy | {"lm_head.weight"}
 
 
-def test_an_index_is_believed_over_the_files(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1", "b": "2"}}))
+def test_an_index_and_its_files_give_the_names_together(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {name: f"{name}.safetensors" for name in REQUIRED}})
+    )
+    for name in REQUIRED:
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     assert checkpoint_names(str(tmp_path), CONFIG) == REQUIRED
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no b\.safetensors"):
+        checkpoint_names(str(tmp_path), CONFIG)
 
 
 def test_a_folder_without_safetensors_has_nothing_to_compare_with(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def test_large_models_are_written_in_shards_and_read_from_them(model_folder, mak
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors, among them .*model.norm.weight"),
-        (lambda t: t.update({"model.extra.weight": torch.zeros(1)}), "no known place.*model.extra.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "does not fit"),
+        (lambda t: t.pop("model.norm.weight"), r"lacks 1 tensor model\.norm\.weight"),
+        (lambda t: t.update({"model.extra.weight": torch.zeros(1)}), r"model\.extra\.weight, of no known place"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight \[3\], not \[48\]"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_tensor_name(model_folder, make_trainer, change, word):

@@ -6,13 +6,12 @@ against the checkpoint that the engine was started from.
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vime.config.hf_weights import is_buffer, read_weights
 from vime.wire import duplicate_names
 
 TRANSFER_BACKEND = "vime"  # the name vLLM knows our transfer engine by (worker_ext.py)
@@ -30,16 +29,10 @@ def checkpoint_names(model: str, hf_config: Any) -> frozenset[str] | None:
     Args:
         model: a folder, or a hub name that is in the local cache.
         hf_config: the model's transformers config.
+    Raises: ConfigError if its safetensors are damaged, or an index is and names others.
     """
     folder = checkpoint_folder(model)
-    index = folder / "model.safetensors.index.json"
-    names: set[str] = set()
-    if index.exists():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    else:
-        for file in sorted(folder.glob("*.safetensors")):
-            names |= safetensors_names(file)
-    if not names:
+    if not any(folder.glob("*.safetensors*")):
         return None
     layers = hf_config.num_hidden_layers
 
@@ -47,19 +40,11 @@ def checkpoint_names(model: str, hf_config: Any) -> frozenset[str] | None:
         layer = _LAYER.search(name)
         return (
             (name == "lm_head.weight" and bool(getattr(hf_config, "tie_word_embeddings", False)))
-            or name.endswith("rotary_emb.inv_freq")
+            or is_buffer(name)
             or (layer is not None and int(layer.group(1)) >= layers)
         )
 
-    return frozenset(name for name in names if not is_extra(name))
-
-
-def safetensors_names(path: Path) -> set[str]:
-    """The tensor names of one safetensors file, from its header alone."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return set(header) - {"__metadata__"}
+    return frozenset(name for name in read_weights(folder) if not is_extra(name))
 
 
 def checkpoint_folder(model: str) -> Path:

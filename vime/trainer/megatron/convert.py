@@ -7,7 +7,7 @@ with experts are tensors of their own; a gated MLP's gate comes before its up pr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from vime.config.dtype import stored_dtype
 from vime.errors import ConfigError
 from vime.models import Kind, ModelSettings, NameMap, Names, family_of
+from vime.models.stored import checked_weights
 from vime.trainer.megatron import hf_io, shards
 from vime.trainer.megatron.safetensors_io import Outline, SafetensorsFolder, checksum, write_sharded
 from vime.trainer.megatron.shard_file import ShardFile
 from vime.trainer.megatron.stored_tensors import StoredTensors
+
+_TRAINED = ("float32", "bfloat16")
+_CHOOSE = "choose one with --dtype float32 or --dtype bfloat16"
+_MOST_PROBLEMS = 8  # a wrong width makes nearly every tensor another
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,13 @@ def to_training(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     Raises: ConfigError for what cannot be trained, or does not fit together; OSError when the disk is full.
     """
     model, names = _model_of(source)
-    stored = SafetensorsFolder(hf_io.checked_files(source, names, model))
-    dtype = dtype or getattr(torch, model.dtype)
+    must_be = None
+    if dtype is None:
+        must_be = stored_dtype(hf_io.read_config(source))
+        if must_be not in _TRAINED:
+            raise ConfigError(f"{source}: its dtype is {must_be}, which is not trained in; {_CHOOSE}")
+        dtype = getattr(torch, must_be)
+    stored = SafetensorsFolder(checked_weights(source, names, model, dtype=must_be, remedy=_CHOOSE, reads_head=True))
     target.mkdir(parents=True)
     entries: dict[str, TensorStorageMetadata] = {}
     wanted: dict[str, int] = {}
@@ -94,7 +105,9 @@ def to_training(source: Path, target: Path, *, dtype: torch.dtype | None = None)
     FileSystemWriter(target, sync_files=True).finish(Metadata(metadata), [file.results])
     torch.save({"counters": {"step": 0}}, target / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(target))
-    found = {name: checksum(tensor) for name, tensor in _hf_tensors(StoredTensors(target), names, model)}
+    written = StoredTensors(target)
+    _check_stored(written, names, model, target)
+    found = {name: checksum(tensor) for name, tensor in _hf_tensors(written, names, model)}
     _compare(found, wanted, target)
     return Converted(len(wanted), num_bytes, dtype)
 
@@ -136,10 +149,11 @@ def to_hf(checkpoint: Path, source: Path, target: Path, *, dtype: torch.dtype | 
     Raises: ConfigError naming what does not fit the source; OSError when the disk is full.
     """
     model, names = _model_of(source)
+    from_source = checked_weights(source, names, model, reads_head=True)
     stored = StoredTensors(checkpoint)
-    _check_keys(stored, names, model, checkpoint)
+    _check_stored(stored, names, model, checkpoint)
     own = _outlines(stored, names, model, dtype)
-    kept = SafetensorsFolder(hf_io.kept_files(source, names))
+    kept = SafetensorsFolder({name: from_source[name] for name in sorted(from_source) if names.is_kept(name)})
     outlines = [*own, *(kept.outline(name) for name in kept.names())]
     cast = {o.name: o.dtype for o in own}
 
@@ -151,7 +165,7 @@ def to_hf(checkpoint: Path, source: Path, target: Path, *, dtype: torch.dtype | 
     wanted = write_sharded(outlines, tensors(), target, max_shard_bytes=hf_io.MAX_SHARD_BYTES)
     main = dtype or stored.dtype(_place(names.megatron_names()[0], model).key)
     hf_io.copy_other_files(source, target, dtype=main)
-    written = SafetensorsFolder(hf_io.tensor_files(target))
+    written = SafetensorsFolder(checked_weights(target, names, model))
     _compare({name: checksum(written.read(name)) for name in written.names()}, wanted, target)
     return Converted(len(outlines), sum(o.num_bytes for o in outlines), main)
 
@@ -163,25 +177,37 @@ def _model_of(source: Path) -> tuple[ModelSettings, NameMap]:
     return model, family.name_map(model)
 
 
-def _check_keys(stored: StoredTensors, names: NameMap, model: ModelSettings, checkpoint: Path) -> None:
-    """Raises: ConfigError if it is of another model."""
-    expected = {_place(name, model).key for name in names.megatron_names()}
+def _check_stored(stored: StoredTensors, names: NameMap, model: ModelSettings, checkpoint: Path) -> None:
+    """Raises: ConfigError if it is of another model: other tensors, shapes, or dtypes that no run writes."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name in names.megatron_names():
+        place = _place(name, model)
+        expected[place.key] = (*place.lead_shape, *_megatron_shape(names.to_hf(name), names.shapes()))
     found = {key for key in stored.keys() if not key.startswith("optimizer.")}
     problems = []
-    if missing := sorted(expected - found):
+    if missing := sorted(expected.keys() - found):
         problems.append(f"{checkpoint} lacks {len(missing)} tensors of this model, among them {missing[:3]}")
-    if others := sorted(found - expected):
+    if others := sorted(found - expected.keys()):
         problems.append(f"{checkpoint} has {len(others)} tensors that this model has not, among them {others[:3]}")
-    embedding = shards.VOCABULARY[0]
-    want = (model.vocab_size, model.transformer["hidden_size"])
-    if (
-        embedding in found
-        and (shape := stored.shape(embedding)) != want
-        and not (shape[1] == want[1] and shape[0] > want[0])
-    ):
-        problems.append(f"{checkpoint} has an embedding of {shape}, this model one of {want}")
+    for key in sorted(found & expected.keys()):
+        shape, want = stored.shape(key), expected[key]
+        padded = key in shards.VOCABULARY and shape[1:] == want[1:] and shape[0] >= want[0]
+        if shape != want and not padded:
+            problems.append(f"{checkpoint}: {key} is {list(shape)}, and in this model {list(want)}")
+        if stored.dtype(key) not in (torch.float32, torch.bfloat16, torch.float16):
+            problems.append(f"{checkpoint}: {key} is {stored.dtype(key)}, which no weights are")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems[:_MOST_PROBLEMS])
+
+
+def _megatron_shape(entry: Names, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of a Megatron tensor, without padding. Args: shapes: of HF's tensors."""
+    first = shapes[entry.hf[0]]
+    if entry.kind is Kind.EXPERTS:
+        return (len(entry.hf), *first)
+    if entry.kind is Kind.EXPERTS_GLU:
+        return (len(entry.hf) // 2, 2, *first)
+    return (sum(shapes[name][0] for name in entry.hf), *first[1:])
 
 
 def _outlines(stored: StoredTensors, names: NameMap, model: ModelSettings, dtype: torch.dtype | None) -> list[Outline]:

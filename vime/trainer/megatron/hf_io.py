@@ -14,22 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vime.config.hf_weights import INDEX, read_json_object, read_weights
 from vime.errors import ConfigError
 from vime.models import ModelSettings, NameMap, Names
+from vime.models.stored import checked_weights
 from vime.trainer.megatron import shards
+from vime.trainer.megatron.safetensors_io import SafetensorsFolder
 
 MAX_SHARD_BYTES = 5 << 30
-_INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json. Raises: ConfigError if there is none, or it is not JSON."""
-    path = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the folder of an HF checkpoint") from error
-    return config
+    """A checkpoint's config.json. Raises: ConfigError if there is none, or it is no JSON object."""
+    return read_json_object(folder / "config.json")
 
 
 @torch.no_grad()
@@ -41,7 +38,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, names: NameMap, mod
     Args: chunks: the rank's, one for each of its pipeline stages.
     Raises: ConfigError naming the tensors that are missing, unexpected or of another shape.
     """
-    files = checked_files(folder, names, model)
+    files = {name: tensor.file for name, tensor in checked_weights(folder, names, model).items()}
     problems = []
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(files.values()))}
@@ -60,24 +57,6 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, names: NameMap, mod
                 problems.append(f"{entry.hf[:3]}: shapes {shapes}: {problem} {name}")
     if problems:
         raise ConfigError([f"{folder}: {p}" for p in problems])
-
-
-def checked_files(folder: Path, names: NameMap, model: ModelSettings) -> dict[str, Path]:
-    """Tensor name -> its safetensors file. Raises: ConfigError naming tensors that are missing or unexpected."""
-    files = tensor_files(folder)
-    problems = []
-    expected = set(names.hf_names())
-    # A tied checkpoint may repeat the embedding as its head, and old ones carry RoPE's frequencies.
-    ignored = {"lm_head.weight"} if model.tie_word_embeddings else set()
-    others = (n for n in set(files) - expected - ignored if not n.endswith("rotary_emb.inv_freq"))
-    unexpected = sorted(n for n in others if not names.is_kept(n))
-    if missing := sorted(expected - set(files)):
-        problems.append(f"{folder} lacks {len(missing)} tensors, among them {missing[:3]}")
-    if unexpected:
-        problems.append(f"{folder} has {len(unexpected)} tensors of no known place, among them {unexpected[:3]}")
-    if problems:
-        raise ConfigError(problems)
-    return files
 
 
 def _own_cut(stored: Any, cut: shards.Cut | None) -> Tensor:
@@ -112,15 +91,8 @@ def _fill(parameter: Tensor, parts: Iterator[Tensor], entry: Names, model: Model
 
 def kept_tensors(folder: Path, names: NameMap) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint that are no part of the model, as they are: `export_hf` takes them behind its own."""
-    files = kept_files(folder, names)
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as f:
-            yield from ((name, f.get_tensor(name)) for name in sorted(files) if files[name] == file)
-
-
-def kept_files(folder: Path, names: NameMap) -> dict[str, Path]:
-    """Tensor name -> its file, of those that are no part of the model."""
-    return {name: file for name, file in sorted(tensor_files(folder).items()) if names.is_kept(name)}
+    kept = SafetensorsFolder({name: t for name, t in sorted(read_weights(folder).items()) if names.is_kept(name)})
+    yield from ((name, kept.read(name)) for name in kept.names())
 
 
 def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path, *, dtype: torch.dtype) -> None:
@@ -135,7 +107,7 @@ def export_hf(tensors: Iterator[tuple[str, Tensor]], source: Path, target: Path,
         dtype: the weights' dtype, noted in config.json.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for old in (target / "config.json", target / _INDEX, *target.glob("model*.safetensors")):
+    for old in (target / "config.json", target / INDEX, *target.glob("model*.safetensors")):
         old.unlink(missing_ok=True)
     _write_shards(tensors, target)
     copy_other_files(source, target, dtype=dtype)
@@ -153,21 +125,6 @@ def copy_other_files(source: Path, target: Path, *, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its safetensors file."""
-    index = folder / _INDEX
-    if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if lost := sorted({f for f in names.values() if not (folder / f).exists()}):
-            raise ConfigError(f"{index} names files that are not there: {lost}")
-        return {name: folder / file for name, file in names.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise ConfigError(f"{folder} has neither model.safetensors nor {_INDEX}; other weight formats are not read")
-    with safe_open(single, framework="pt") as f:
-        return dict.fromkeys(f.keys(), single)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
@@ -200,4 +157,4 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
         path.rename(target / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

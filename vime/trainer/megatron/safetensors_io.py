@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vime.config.hf_weights import INDEX, StoredTensor, shown
 from vime.errors import ConfigError
 
-INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -25,6 +25,13 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -59,58 +66,37 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-class SafetensorsFile:
-    """Raises: ConfigError if the file is not one of safetensors."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(length))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
-        header.pop("__metadata__", None)
-        self._start = 8 + length
-        self._header = header
-
-    def outlines(self) -> list[Outline]:
-        """Of all tensors, in the order of their bytes."""
-        entries = sorted(self._header.items(), key=lambda item: item[1]["data_offsets"])
-        return [Outline(name, tuple(e["shape"]), _DTYPES[e["dtype"]]) for name, e in entries]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor. Raises: ConfigError if the file ends before it does."""
-        entry = self._header[name]
-        begin, end = entry["data_offsets"]
-        data = np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=self._start + begin)
-        if len(data) != end - begin:
-            raise ConfigError(f"{self.path} is cut short: {name} has {len(data)} of {end - begin} bytes")
-        return torch.from_numpy(data).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
 class SafetensorsFolder:
-    """The tensors of an HF checkpoint. Args: files: tensor name -> its file."""
+    """The tensors of an HF checkpoint. Args: tensors: those of `read_weights` that are wanted.
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)
-        self._opened = {path: SafetensorsFile(path) for path in sorted(set(files.values()))}
-        self._outlines = {o.name: o for file in self._opened.values() for o in file.outlines()}
+    Raises: ConfigError for a dtype that torch does not have.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _DTYPES:
+                raise ConfigError(f"{tensor.file}: {shown(name)} is {tensor.dtype}, which cannot be copied; remove it")
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._tensors
 
     def names(self) -> list[str]:
         """Of all tensors."""
-        return list(self._files)
+        return list(self._tensors)
 
     def outline(self, name: str) -> Outline:
         """Of one tensor."""
-        return self._outlines[name]
+        tensor = self._tensors[name]
+        return Outline(name, tensor.shape, _DTYPES[tensor.dtype])
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
-        return self._opened[self._files[name]].read(name)
+        """One tensor. Raises: ConfigError if the file ends before it does."""
+        tensor = self._tensors[name]
+        data = np.fromfile(tensor.file, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.begin)
+        if len(data) != tensor.num_bytes:
+            raise ConfigError(f"{tensor.file} is cut short: {name} has {len(data)} of {tensor.num_bytes} bytes")
+        return torch.from_numpy(data).view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def write_sharded(

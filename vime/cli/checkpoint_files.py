@@ -1,0 +1,39 @@
+"""Whether the HF checkpoints that a run begins with hold what it needs, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vime.config import Config
+from vime.config.dtype import stored_dtype
+from vime.config.hf import tokenizer_problem
+from vime.errors import ConfigError
+from vime.models import family_of
+from vime.models.stored import checked_weights
+
+_REMEDY = "give --bf16 to have all in bfloat16, or --no-bf16 to have all in float32"
+
+
+def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any]) -> None:
+    """Look at a checkpoint's tokenizer and weights: names, shapes and dtypes, from the heads of its files.
+
+    Contents are only read where a model with a tied head has a head of its own besides.
+
+    Args:
+        folder: --hf-checkpoint, here.
+        model: its config.json.
+    Raises: ConfigError with everything that is wrong.
+    """
+    problems = [*filter(None, [tokenizer_problem(folder)])]
+    family = family_of(model)
+    settings = family.settings(model)
+    try:
+        # Without --bf16 or --no-bf16 everything is trained and served in the one dtype that config.json states.
+        dtype = stored_dtype(model) if config.megatron.get("bf16") is None else None
+        checked_weights(folder, family.name_map(settings), settings, dtype=dtype, remedy=_REMEDY, reads_head=True)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
