@@ -9,18 +9,7 @@ from __future__ import annotations
 
 import sys
 
-sys.path.insert(0, "")  # hooks are looked for where the command is given, as by `vime config`
+from vime.cli.program import start
 
 if __name__ == "__main__":
-    try:
-        from vime.cli.launch import main
-
-        code = main(sys.argv[1:])
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("vime"):
-            raise
-        sys.exit(
-            f"train.py: {error.name} is not installed in this Python ({sys.executable}); "
-            "run `make setup`, then `source .venv/bin/activate`"
-        )
-    sys.exit(code)
+    sys.exit(start("train.py"))

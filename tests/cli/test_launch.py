@@ -23,6 +23,11 @@ def test_wrong_settings_end_with_exit_code_2(capsys: pytest.CaptureFixture[str])
     assert "--num-rollout is -1" in capsys.readouterr().err
 
 
+def test_a_colocated_run_cannot_be_one_step_ahead(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--colocate"], overlapped=True) == 2
+    assert "--colocate: train_async.py generates while it trains" in capsys.readouterr().err
+
+
 def test_the_folder_of_a_run_with_steps_is_not_taken_and_that_of_one_without_is(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

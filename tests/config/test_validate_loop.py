@@ -37,6 +37,14 @@ def test_engines_that_share_the_devices_get_weights_each_time() -> None:
     assert problem.startswith("--update-weights-interval is 2, but with --colocate")
 
 
+def test_what_generates_while_it_trains_cannot_take_turns_on_the_devices() -> None:
+    colocated = config(1, cluster=ClusterConfig(colocate=True))
+    assert list(check_loop(colocated)) == []
+    (problem,) = check_loop(colocated, overlapped=True)
+    assert problem.startswith("--colocate: train_async.py generates while it trains") and "use train.py" in problem
+    assert list(check_loop(config(), overlapped=True)) == []
+
+
 def test_an_interval_without_training_is_read_by_nobody() -> None:
     evaluation = config(rollout=RolloutConfig(num_rollout=0))
     assert list(check_loop(evaluation)) == []

@@ -116,6 +116,20 @@ def test_every_part_has_its_track_and_samples_share_lanes(tmp_path):
     assert names == {(1, "loop"), (2, "trainer"), (4, "samples"), (5, "held-out samples")}
 
 
+def test_what_ran_beside_the_stages_has_a_track_and_its_samples_are_there(tmp_path):
+    path = tmp_path / "trace.json"
+    tracer = RunTracer(TraceFile(path, 1 << 20), {})
+    ahead = Group(0, [sample(0, [at("generate", 3, 4)])])
+    tracer.step([at("rollout_wait", 5, 6), at("train", 6, 9)], [ahead], beside=[at("rollout", 2, 6)], rollout_id=1)
+    tracer.close()
+    events = read(path)
+    (step,), (rollout,) = named(events, "step"), named(events, "rollout")
+    assert (step["ts"], step["dur"], step["tid"]) == (5_000_000, 4_000_000, 1)
+    assert (rollout["dur"], rollout["tid"]) == (4_000_000, 101) and len(named(events, "sample 0")) == 1
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
+    assert tracks == {1: "stages", 101: "generation"}
+
+
 def test_the_first_free_lane_is_taken():
     lanes = Lanes()
     events = lanes.place([[at("a", 0, 9)], [at("b", 1, 2)], [at("c", 10, 11)], [at("d", 10, 12)], [at("e", 10, 11)]], 1)

@@ -17,6 +17,7 @@ usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --rm-type NAME 
            --n-samples-per-prompt N --num-rollout N --lr X [settings]
 
 Settings are given as --name value, or as `name: value` in YAML files (--config file.yaml, repeatable; flags win).
+train_async.py takes the same and generates one rollout ahead of the trainer.
 Further tables: --help-megatron (model parallelism, optimizer), --help-vllm (--vllm-*), --help-router (--router-*).
 """
 

@@ -1,4 +1,4 @@
-"""What `train.py` does: resolve the settings, make the run folder, run."""
+"""What `train.py` and `train_async.py` do: resolve the settings, make the run folder, run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from vime.errors import ConfigError, VimeError
 from vime.platform import get_platform
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run with these flags. Returns the exit code: 0 done, 1 failed, 2 wrong settings, 130 interrupted."""
+def main(argv: Sequence[str], *, overlapped: bool = False) -> int:
+    """Run with these flags, with `overlapped` one rollout ahead of the trainer.
+
+    Returns the exit code: 0 done, 1 failed, 2 wrong settings, 130 interrupted."""
     from vime.cli.resolve import resolve
 
     try:
-        resolved = resolve(argv)
+        resolved = resolve(argv, overlapped=overlapped)
         _check_machine(resolved.config.cluster)
     except ConfigError as error:
         return _report(error)
@@ -40,7 +42,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end cleanly, as with ctrl-C
     try:
         folder = RunFolder(path)
-        folder.write_config({"settings": config, "eval_sets": eval_sets(config), "origin": resolved.origin})
+        program = "train_async.py" if overlapped else "train.py"
+        folder.write_config(
+            {"program": program, "settings": config, "eval_sets": eval_sets(config), "origin": resolved.origin}
+        )
         folder.write_versions()
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")
@@ -51,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             from vime.orchestration.launch import run  # imports Ray, and takes seconds
 
             begin = time.monotonic()
-            run(config, folder=folder, progress=progress)
+            run(config, folder=folder, progress=progress, overlapped=overlapped)
             progress.message(f"done in {time.monotonic() - begin:.0f} s; metrics in {folder.metrics_path}")
     except ConfigError as error:
         return _report(error)

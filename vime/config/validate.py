@@ -58,6 +58,8 @@ class Facts:
     """Megatron fields that the trainer runs at one value only: that value, and why."""
     reads_prompt_files: bool = True
     """Whether files of prompts are here to be looked at."""
+    overlapped: bool = False
+    """Whether rollouts are generated while the trainer trains."""
     metric_problem: Callable[[str], str | None] = lambda name: None
     """What is wrong with the name of a metric; None for one that is defined."""
 
@@ -81,7 +83,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_optimizer(config),
         check_overlap(config.megatron),
         check_stop_rule(config, facts.metric_problem),
-        check_loop(config),
+        check_loop(config, overlapped=facts.overlapped),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),

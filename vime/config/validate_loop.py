@@ -9,10 +9,18 @@ from vime.config.eval_sets import has_eval_sets
 from vime.config.modes import evaluates_only, generates, trains
 
 
-def check_loop(config: Config) -> Iterator[str]:
-    """Whether engines have the weights that the loop takes them to have."""
+def check_loop(config: Config, *, overlapped: bool = False) -> Iterator[str]:
+    """Whether engines have the weights that the loop takes them to have, and the devices when it needs them.
+
+    Args: overlapped: rollouts are generated while the trainer trains (train_async.py).
+    """
     if evaluates_only(config) or not (trains(config) and generates(config)):
         return
+    if overlapped and config.cluster.colocate:
+        yield (
+            "--colocate: train_async.py generates while it trains, so engines and trainer cannot take turns on the "
+            "same devices; use train.py, or leave it out and give the engines devices of their own (--rollout-num-gpus)"
+        )
     interval, every = config.sync.update_weights_interval, config.eval.eval_interval
     if interval > 1 and config.cluster.colocate:
         yield (

@@ -16,7 +16,7 @@ from vime.observability.progress import RunProgress
 from vime.observability.rollout_file import write_rollout
 from vime.observability.run_folder import RunFolder, whole
 from vime.observability.timers import StageTimer
-from vime.observability.trace import SpanLog
+from vime.observability.trace import Span, SpanLog
 from vime.observability.trace_file import RunTracer
 from vime.observability.train_data import write_train_data
 from vime.observability.writers import MetricWriter
@@ -58,6 +58,8 @@ class Step:
         self.spans = SpanLog()
         self.groups: Sequence[Group] = ()
         self.evaluated: Sequence[Group] = ()
+        self.beside: list[Span] = []
+        """What ran beside the stages, perhaps since an earlier step; for the trace."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -166,4 +168,5 @@ class Recorder:
 
     def _trace(self, step: Step, rollout_id: int) -> None:
         if self._tracer is not None:
-            self._tracer.step(step.spans.take(), step.groups, step.evaluated, rollout_id=rollout_id)
+            stages = step.spans.take()
+            self._tracer.step(stages, step.groups, step.evaluated, beside=step.beside, rollout_id=rollout_id)

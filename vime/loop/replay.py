@@ -47,6 +47,9 @@ class ReplayedRollouts:
             groups = groups[: math.ceil(self._subsample * len(groups))]
         return RolloutResult(groups)
 
+    def call_off(self) -> None:
+        """Nothing that takes long."""
+
     def evaluate(self, rollout_id: int) -> RolloutResult:
         """Refused. Raises: EngineError."""
         raise EngineError(f"rollout {rollout_id} cannot be evaluated: a run that replays rollouts starts no engines")

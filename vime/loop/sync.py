@@ -26,6 +26,9 @@ class Rollout(Protocol):
     def evaluate(self, rollout_id: int) -> RolloutResult:
         """Samples and metrics of all held-out sets under the weights the engines have now."""
 
+    def call_off(self) -> None:
+        """End a `generate` that runs in another thread, if it can be ended; nobody waits for its groups."""
+
 
 class Publisher(Protocol):
     """The weight sync."""

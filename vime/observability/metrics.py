@@ -71,14 +71,14 @@ train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus i
 train/pg_clipfrac | ratio | tokens whose clipped branch was the larger loss, so that they had no gradient (trajectory mean)
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient
-train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout
+train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens
 train/grad_norm | 1 | norm of the gradient before clipping
 train/lr-pg_<group> | 1 | learning rate of an optimizer parameter group at the last step
 train/step | steps | optimizer steps since the start of the run
 train/tokens | tokens | prompt and response tokens trained on
 train/global_batch_size | trajectories | trajectories per optimizer step, the constant the loss is averaged over
-train/policy_version | version | version of the weights that generated the rollout
+train/policy_version | version | version of the weights that generated the rollout: 1 + the rollouts they were trained on
 weight_sync/seconds | s | pause to commit of the weight sync that ended the step
 weight_sync/bytes | bytes | what it sent to each engine
 weight_sync/buckets | count | in how many buckets
@@ -108,8 +108,11 @@ perf/non_generation_time/<statistic> | s | time a sample trained on spent in spa
 perf/sample_seconds/{waiting,generate,reward,filter}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded and filtered, over those that were: `mean`, `median`, `min`, `max`
 perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
-perf/<stage>_time | s | wall time of a stage of the step: rollout, make_batch, train, save_model, save_hf, update_weights, eval, and to_training and to_generation where trainer and engines take turns on the same devices; a stage inside another counts once, in the inner one
+perf/<stage>_time | s | wall time of a stage of the step: rollout (train.py), make_batch, train, save_model, save_hf, update_weights, eval, and to_training and to_generation where trainer and engines take turns on the same devices; a stage inside another counts once, in the inner one
 perf/{sleep,wake,offload,onload}_time | s | where trainer and engines take turns on the same devices: the engines free them and take them again, the trainer leaves and comes back. Part of perf/to_training_time, perf/update_weights_time and perf/to_generation_time
+perf/rollout_wait_time | s | train_async.py: a stage, in which the trainer waited for generation: for the rollout of the step, or before a weight sync or an evaluation for the next one
+perf/rollout_s | s | train_async.py: what the generation of the step's rollout took, most of it beside the training in the step before
+perf/rollout_ready_s | s | train_async.py: how long that rollout then waited for the trainer; beside perf/rollout_wait_time it says which of the two is the slower one
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once

@@ -69,18 +69,28 @@ class RunTracer:
         self._named: set[int] = set()
 
     def step(
-        self, stages: Sequence[Span], groups: Sequence[Group] = (), evaluated: Sequence[Group] = (), **details: int
+        self,
+        stages: Sequence[Span],
+        groups: Sequence[Group] = (),
+        evaluated: Sequence[Group] = (),
+        *,
+        beside: Sequence[Span] = (),
+        **details: int,
     ) -> None:
         """Write a step: its stages, what the sources have, and the samples that were trained on or evaluated.
 
-        Samples whose life ended before the step began are left out: they were read from another run's files.
+        Samples whose life ended before the step, and what ran beside it, began are left out: they were read from
+        another run's files.
+
+        Args: beside: what ran beside the stages, perhaps since an earlier step: the generation of its rollout.
         """
         loop = [*stages]
         since = min((s["start_s"] for s in stages), default=0.0)
         if stages:
             end = max(s["end_s"] for s in stages)
             loop.append({"name": "step", "start_s": since, "end_s": end, **details})
-        events = self._tracks("loop", [loop])
+        events = self._tracks("loop", [loop, beside] if beside else [loop])
+        since = min([since, *(s["start_s"] for s in beside)])
         for process, take in self._sources.items():
             events += self._tracks(process, take())
         events += self._samples("samples", groups, since) + self._samples("held-out samples", evaluated, since)
@@ -102,7 +112,11 @@ class RunTracer:
             base = number * 100
             for event in placed:
                 event["tid"] += base
-            names = {"loop": "stages", "trainer": f"rank {number}", "engines": f"engine {number}"}
+            names = {
+                "loop": ("stages", "generation")[min(number, 1)],
+                "trainer": f"rank {number}",
+                "engines": f"engine {number}",
+            }
             events += self._new(pid, process)
             events += [
                 name_event(pid, base + tid, names[process] + (f" ({tid})" if tid > 1 else ""))

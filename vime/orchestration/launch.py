@@ -30,6 +30,7 @@ from vime.loop.checkpoint import Checkpoint
 from vime.loop.compatibility import settings_to_keep
 from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.keeper import CheckpointKeeper, remove_leftovers
+from vime.loop.overlapped import run_overlapped
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync, version_after
@@ -72,6 +73,7 @@ class _Run:
     folder: RunFolder
     progress: RunProgress
     generates: bool
+    overlapped: bool
     checkpoint: Checkpoint | None
     """Where the run goes on; None from the start."""
     start: int
@@ -80,13 +82,14 @@ class _Run:
     """What its checkpoints say of its settings."""
 
 
-def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
+def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped: bool = False) -> None:
     """Run `config` to its end.
 
     Args:
         config: resolved and checked.
         folder: the run's folder.
         progress: where to say what is going on.
+        overlapped: generate each rollout while the one before is trained on.
     Raises: ConfigError before any process starts; whatever a stage raises afterwards, once everything was ended.
     """
     platform = get_platform(config.cluster.platform)
@@ -103,6 +106,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         folder=folder,
         progress=progress,
         generates=generates,
+        overlapped=overlapped,
         checkpoint=checkpoint,
         start=resume.first_rollout(config, checkpoint),
         kept_settings=settings_to_keep(config, hf_config, dtype=run_dtype(config.megatron, hf_config)),
@@ -168,7 +172,13 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress) -> None:
         if checkpoint is not None:
             progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
         context = _hook_context(plan, client, tokenizer, stack)
-        rollout = replayed or RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
+        rollout = replayed or RolloutStage(
+            context,
+            source,
+            eval_sets,
+            make_meter(config, fleet, client),
+            call_off=client.call_off if client is not None else None,
+        )
         keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
         stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, stack)
         with _naming_the_dead(fleet):
@@ -310,7 +320,8 @@ def _loop(plan: _Run, stages: Stages, recorder: Recorder, stop: StopRule, num_ro
         if evaluates:
             run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
         return plan.start - 1
-    return run_sync(
+    loop = run_overlapped if plan.overlapped else run_sync
+    return loop(
         stages,
         cadence,
         recorder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +27,20 @@ class RolloutStage:
         source: the training prompts.
         eval_source: the held-out sets, as the evaluation's rollout function expects them.
         meter: measures each rollout; None where nothing is generated.
+        call_off: ends what waits for the engines in event loops of other threads; None where there are none.
     Raises: ConfigError if one of the functions cannot be used.
     """
 
     def __init__(
-        self, context: RolloutContext, source: DataSource, eval_source: Any, meter: RolloutMeter | None = None
+        self,
+        context: RolloutContext,
+        source: DataSource,
+        eval_source: Any,
+        meter: RolloutMeter | None = None,
+        call_off: Callable[[], None] | None = None,
     ) -> None:
         self._context, self._source, self._eval_source, self._meter = context, source, eval_source, meter
+        self._call_off = call_off
         train = hook_table.load(context.config, _TRAIN)
         assert train is not None, "it has a default"
         self._generate = train
@@ -56,6 +64,11 @@ class RolloutStage:
                 skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
             result.metrics = _after_log(self._log, skip, result.metrics)
         return result
+
+    def call_off(self) -> None:
+        """End the rollout that another thread generates, once it has asked the engines for something."""
+        if self._call_off is not None:
+            self._call_off()
 
     def take_spans(self) -> list[list[Span]]:
         """What each engine did in the rollouts since the last call; for the trace."""

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -158,6 +159,31 @@ def test_one_client_serves_one_loop_after_the_other() -> None:
         with pytest.raises(EngineError, match="failed 6 times"):
             asyncio.run(client.generate(REQUEST))
     assert client.counters["requests"] == 2
+
+
+def test_calling_off_ends_what_waits_in_another_thread_and_the_next_loop_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = RouterClient(url, [url], "key", KNOWN[0, 32])
+        client.call_off()  # nobody is there yet
+
+        async def wait() -> None:
+            try:
+                await client.generate(REQUEST)
+            finally:
+                await client.aclose()
+
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(asyncio.run, wait())
+            connection, _ = silent.accept()  # the request is under way
+            client.call_off()
+            with pytest.raises(asyncio.CancelledError):
+                waiting.result(timeout=60)
+            connection.close()
+        client.call_off()  # that loop is closed
+        silent.close()
+        with pytest.raises(EngineError, match="failed 6 times"):
+            asyncio.run(wait())
 
 
 def test_an_engine_that_closes_its_port_and_never_answers_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Neither imports vLLM. Control calls go straight to each engine: the router would
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import uuid
@@ -333,6 +334,15 @@ class RouterClient:
         if errors := [result for result in results if isinstance(result, BaseException)]:
             raise errors[0]
 
+    def call_off(self) -> None:
+        """Cancel everything in the event loops that have connections here; called from a thread without one.
+
+        The engines stop with a request whose connection is closed.
+        """
+        for loop in list(self._sessions):
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in this moment
+                loop.call_soon_threadsafe(_cancel_all_tasks)
+
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
@@ -373,6 +383,11 @@ class RouterClient:
             self.counters["unavailable_answers"] += 1
             problem = f"status 503: {text}"
         raise EngineError(f"{url} failed {_MAX_ATTEMPTS} times, last with {problem}")
+
+
+def _cancel_all_tasks() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
 
 
 def _reason(text: str) -> str:
