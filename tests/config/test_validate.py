@@ -101,7 +101,8 @@ def test_supervised_data_have_one_answer_to_a_prompt(right: Config) -> None:
     found = problems(changed(right, **sft, rollout__n_samples_per_prompt=2))
     assert found == [
         "--n-samples-per-prompt is 2, but supervised data has one answer to a prompt; use 1",
-        "--label-key is required with supervised data: the key of the answer",
+        "--label-key is required with supervised data: the key of the answer; or --apply-chat-template, if --input-key "
+        "input holds whole conversations",
     ]
 
 

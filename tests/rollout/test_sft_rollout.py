@@ -24,6 +24,9 @@ def tokenizer() -> Any:
     return char_tokenizer()
 
 
+TRAIN: dict[str, Any] = {"rollout_id": 0, "train": TrainConfig(), "dp_size": 1, "reward_key": None}
+
+
 def run(tokenizer: Any, *prompts: Prompt, n: int = 1, chat: bool = False, **rollout: Any) -> RolloutResult:
     config = Config(
         data=DataConfig(apply_chat_template=chat),
@@ -45,7 +48,7 @@ def test_the_label_and_an_end_become_the_response(tokenizer: Any) -> None:
     sample = result.groups[1].samples[0]
     assert tokenizer.decode(sample.prompt_tokens) == "9+9="
     assert tokenizer.decode(sample.response_tokens) == "18$"
-    assert sample.response == "18"
+    assert sample.response == "18$"
     assert sample.loss_mask == (1, 1, 1)
     assert sample.supervised
     assert all(math.isnan(lp) for lp in sample.rollout_log_probs)
@@ -81,6 +84,59 @@ def test_chat_answers_are_rendered_by_the_template(tokenizer: Any, label: Any, a
         assert tokenizer.decode(group.samples[0].response_tokens) == answer
 
 
+def test_of_a_conversation_the_assistants_turns_are_learnt(tokenizer: Any) -> None:
+    messages = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "tool", "content": "c"},
+    ]
+    label = [*messages, {"role": "assistant", "content": "d"}]
+    result = run(tokenizer, prompt(tokenizer, "hi", label, "[user]hi$\n[assistant]"), chat=True)
+    (sample,) = result.groups[0].samples
+    learnt = [tokenizer.decode([t]) for t, m in zip(sample.response_tokens, sample.loss_mask, strict=True) if m]
+    assert "".join(learnt) == "a$d$"
+    assert sample.response == "a$\n[user]b$\n[tool]c$\n[assistant]d$"
+    assert (result.metrics["rollout/num_learnt_tokens"], result.metrics["rollout/num_tokens"]) == (4, 34)
+
+
+def test_a_conversation_that_does_not_render_as_one_becomes_siblings(tokenizer: Any) -> None:
+    split = char_tokenizer()
+    split.chat_template = (
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else 'x' }}"
+        "{{ '$' if m.role == 'assistant' else '>' }}{% endfor %}"
+    )
+    label = [
+        {"role": "assistant", "content": c} if i % 2 == 0 else {"role": "user", "content": c}
+        for i, c in enumerate("AbC")
+    ]
+    result = run(split, prompt(split, "hi", label, "hi>"), prompt(split, "hi", "Z", "hi>"), chat=True)
+    first, second = result.groups[0].samples
+    assert [tokenizer.decode(s.tokens) for s in (first, second)] == ["hi>A$", "hi>x$b>C$"]
+    assert [s.loss_mask for s in (first, second)] == [(1, 1)] * 2
+    assert {(s.group_id, s.trajectory_id, s.sample_id) for s in (first, second)} == {(0, 0, 0)}
+    assert first.metadata is not second.metadata
+    batch, _ = make_train_batch(
+        result.groups, algo=AlgoConfig(loss_type="sft_loss"), **TRAIN | {"global_batch_size": 2}
+    )
+    assert batch.loss_weights[batch.loss_mask == 1].tolist() == pytest.approx([1 / 6] * 6)
+    # What does not fit is left out, and the rest of the conversation counts as cut.
+    (group,) = run(split, prompt(split, "hi", label, "hi>"), chat=True, rollout_max_context_len=6).groups
+    assert [(split.decode(s.tokens), s.status) for s in group.samples] == [("hi>A$", SampleStatus.TRUNCATED)]
+
+
+def test_a_cut_may_fall_between_turns(tokenizer: Any) -> None:
+    label = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    one = prompt(tokenizer, "hi", label, "[user]hi$\n[assistant]")
+    for limit, mask in ((1, (1,)), (5, (1, 1, 0, 0, 0)), (22, (1, 1, *[0] * 20))):
+        (group,) = run(tokenizer, one, chat=True, rollout_max_response_len=limit).groups
+        (sample,) = group.samples
+        assert (sample.loss_mask, sample.status) == (mask, SampleStatus.TRUNCATED)
+
+
 def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -114,13 +170,7 @@ def test_misuse_is_refused(tokenizer: Any) -> None:
 
 def test_supervised_samples_train_with_sft_loss_and_never_with_a_policy_loss(tokenizer: Any) -> None:
     result = run(tokenizer, prompt(tokenizer, "1+1=", "2"))
-    settings: dict[str, Any] = {
-        "rollout_id": 0,
-        "train": TrainConfig(),
-        "dp_size": 1,
-        "reward_key": None,
-        "global_batch_size": 1,
-    }
+    settings = TRAIN | {"global_batch_size": 1}
     batch, _ = make_train_batch(result.groups, algo=AlgoConfig(loss_type="sft_loss"), **settings)
     assert batch.loss_mask.tolist() == [0, 0, 0, 0, 1, 1]
     result.groups[0].samples[0].reward = 1.0

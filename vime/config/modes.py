@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from vime.config import Config
 
+SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
+
 
 def evaluates_only(config: Config) -> bool:
     """Whether the run evaluates the weights it starts from, and that is all."""
@@ -38,6 +40,11 @@ def reads_prompts(config: Config) -> bool:
 def generates(config: Config) -> bool:
     """Whether the run samples from engines (supervised training and replays do not)."""
     return (config.algo.loss_type != "sft_loss" or evaluates_only(config)) and not replays(config)
+
+
+def learns_answers(config: Config) -> bool:
+    """Whether the rows' answers are what is learnt, by vime's own rollout function of supervised training."""
+    return config.rollout.rollout_function_path == SFT_ROLLOUT
 
 
 def rollout_data_to_save(config: Config) -> str | None:

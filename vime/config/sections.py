@@ -68,6 +68,12 @@ class DataConfig:
     tool_key: str = setting("tools", "key of the tool definitions handed to the chat template")
     apply_chat_template: bool = setting(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "JSON object of further arguments to the chat template")
+    sft_turns: str = setting(
+        "all", "assistant's turns that supervised training learns, by conversation", choices=("all", "last")
+    )
+    sft_overlong: str = setting(
+        "cut", "answers of supervised data above --rollout-max-response-len or the context", choices=("cut", "drop")
+    )
     rollout_shuffle: bool = setting(False, "shuffle the prompts anew each epoch, seeded by --rollout-seed")
     rollout_seed: int = setting(42, "seed of the shuffle and of sampling")
     rollout_max_prompt_len: int | None = setting(None, "drop prompts of more tokens than this")

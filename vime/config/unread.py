@@ -7,7 +7,15 @@ from typing import TypeAlias
 
 from vime.config import Config
 from vime.config.eval_sets import has_eval_sets
-from vime.config.modes import evaluates_only, generates, trains
+from vime.config.modes import (
+    SFT_ROLLOUT,
+    evaluates_only,
+    generates,
+    learns_answers,
+    reads_prompts,
+    replays,
+    trains,
+)
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
@@ -44,6 +52,16 @@ _RULES: tuple[Rule, ...] = (
         ("data.prompt_data", "data.prompt_data_weights", "data.rollout_shuffle", "data.rollout_max_prompt_len"),
         lambda c: c.data.disable_rollout_global_dataset,
         "--disable-rollout-global-dataset reads no prompts",
+    ),
+    (
+        ("data.sft_turns",),
+        lambda c: not learns_answers(c) or replays(c) or not c.data.apply_chat_template,
+        f"it is for conversations: --rollout-function-path {SFT_ROLLOUT} with --apply-chat-template",
+    ),
+    (
+        ("data.sft_overlong",),
+        lambda c: not learns_answers(c) or not reads_prompts(c),
+        f"it is for --prompt-data with --rollout-function-path {SFT_ROLLOUT}",
     ),
     (("train.lr_warmup_init",), lambda c: c.train.lr_warmup_iters == 0, "add --lr-warmup-iters"),
     (

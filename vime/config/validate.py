@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config, RolloutConfig
-from vime.config.modes import evaluates_without_trainer, reads_prompts, replays, trains
+from vime.config.modes import SFT_ROLLOUT, evaluates_without_trainer, reads_prompts, replays, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
@@ -205,14 +205,14 @@ def _divisors(total: int, near: int) -> str:
     return ", ".join(str(d) for d in sorted(sorted(found, key=lambda d: (abs(d - near), d))[:3]))
 
 
-_SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
-
-
 def _supervised(config: Config) -> Iterator[str]:
     if (n := config.rollout.n_samples_per_prompt) != 1:
         yield f"--n-samples-per-prompt is {n}, but supervised data has one answer to a prompt; use 1"
-    if config.data.label_key is None and reads_prompts(config):
-        yield "--label-key is required with supervised data: the key of the answer"
+    if config.data.label_key is None and not config.data.apply_chat_template and reads_prompts(config):
+        yield (
+            "--label-key is required with supervised data: the key of the answer; or --apply-chat-template, if "
+            f"--input-key {config.data.input_key} holds whole conversations"
+        )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -221,14 +221,14 @@ def _algorithm(config: Config) -> Iterator[str]:
         if config.rollout.rollout_function_path == RolloutConfig().rollout_function_path:
             yield (
                 "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
-                f"--rollout-function-path {_SFT_ROLLOUT}"
+                f"--rollout-function-path {SFT_ROLLOUT}"
             )
-        if config.rollout.rollout_function_path == _SFT_ROLLOUT and not replays(config):
+        if config.rollout.rollout_function_path == SFT_ROLLOUT and not replays(config):
             yield from _supervised(config)
         return
-    if config.rollout.rollout_function_path == _SFT_ROLLOUT:
+    if config.rollout.rollout_function_path == SFT_ROLLOUT:
         yield (
-            f"--rollout-function-path {_SFT_ROLLOUT} takes answers from the data and samples nothing, which is for "
+            f"--rollout-function-path {SFT_ROLLOUT} takes answers from the data and samples nothing, which is for "
             "--loss-type sft_loss"
         )
     if algo.eps_clip >= 1:

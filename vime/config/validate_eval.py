@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from vime.config import Config
 from vime.config.eval_sets import eval_sets, has_eval_sets
-from vime.config.modes import evaluates_only, replays, trains
+from vime.config.modes import SFT_ROLLOUT, evaluates_only, replays, trains
 from vime.errors import ConfigError
 
 _SAMPLES = "vime.rollout.vllm_rollout.generate_rollout"
-_SFT = "vime.rollout.sft_rollout.generate_rollout"
 
 
 def check_evaluation(config: Config) -> Iterator[str]:
@@ -30,8 +29,8 @@ def check_evaluation(config: Config) -> Iterator[str]:
         return
     if config.eval.skip_eval_before_train:
         yield "--skip-eval-before-train leaves out the evaluation that --num-rollout 0 is for; drop one of the two"
-    if (rollout.eval_function_path or rollout.rollout_function_path) == _SFT:
-        yield f"{_SFT} samples nothing, so that it cannot evaluate; add --eval-function-path {_SAMPLES}"
+    if (rollout.eval_function_path or rollout.rollout_function_path) == SFT_ROLLOUT:
+        yield f"{SFT_ROLLOUT} samples nothing, so that it cannot evaluate; add --eval-function-path {_SAMPLES}"
     if not trains(config):
         yield from _check_rewards(config)
 

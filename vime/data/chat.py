@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vime.data.records import CHAT_KWARGS, BadRow, Record
+from vime.data.bad_row import BadRow
+from vime.data.records import CHAT_KWARGS, Record
 from vime.types import Message
 
 
@@ -17,10 +19,35 @@ def render_chat(
     add_generation_prompt: bool = True,
     kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Chat messages as the text that the tokenizer's template makes of them."""
+    """Chat messages as the text that the tokenizer's template makes of them.
+
+    Arguments of tool calls that are text, as OpenAI's format has them, are parsed first: templates expect objects.
+    Raises: BadRow if they are no JSON; whatever the template raises.
+    """
     arguments = {"add_generation_prompt": add_generation_prompt, **(kwargs or {})}
-    text = tokenizer.apply_chat_template(list(messages), tools=tools or None, tokenize=False, **arguments)
+    parsed = [_with_parsed_calls(message) for message in messages]
+    text = tokenizer.apply_chat_template(parsed, tools=tools or None, tokenize=False, **arguments)
     return str(text)
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _parsed_call(call["function"])}
+    if not isinstance(text := call.get("arguments"), str):
+        return call
+    try:
+        return {**call, "arguments": json.loads(text) if text.strip() else {}}
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"the arguments of the call of {call.get('name')!r} are no JSON ({error})") from error
 
 
 def chat_kwargs_of(metadata: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:

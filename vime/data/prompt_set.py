@@ -59,6 +59,7 @@ class PromptSet(Sequence[Prompt]):
         *,
         num_too_long: int,
         num_over_context: int,
+        num_long_answers: int = 0,
     ) -> None:
         self.words = tuple(words)
         """The words of --prompt-data."""
@@ -66,6 +67,8 @@ class PromptSet(Sequence[Prompt]):
         """Prompts left out because they were longer than the limit."""
         self.num_over_context = num_over_context
         """Prompts left out because they left no room for a response in the context."""
+        self.num_long_answers = num_long_answers
+        """Prompts left out because their answer would have been cut."""
         self._keys, self._files, self._selected, self._tokens = keys, files, selected, tokens
         self._offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self._offsets[1:])
@@ -95,7 +98,7 @@ class PromptSet(Sequence[Prompt]):
     @property
     def num_dropped(self) -> int:
         """Prompts left out for their length, whichever limit it was."""
-        return self.num_too_long + self.num_over_context
+        return self.num_too_long + self.num_over_context + self.num_long_answers
 
     @property
     def part_sizes(self) -> tuple[int, ...]:

@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from vime.config.modes import learns_answers
 from vime.config.prompt_files import parse_prompt_files
+from vime.data.answer_check import AnswerCheck
+from vime.data.answers import Answers, make_answers
+from vime.data.bad_row import BadRow
 from vime.data.chat import prompt_text
 from vime.data.prompt_set import PromptSet, Selection
-from vime.data.records import BadRow, RowKeys, check_named_hook, check_overrides, named_hooks, read_record
+from vime.data.records import RowKeys, check_named_hook, check_overrides, named_hooks, read_record
 from vime.data.rows import Rows, changed, open_rows
 from vime.errors import ConfigError, DataError
 
@@ -48,6 +52,8 @@ class CheckedRows:
         chat_kwargs: Mapping[str, Any] | None = None,
         max_prompt_len: int | None = None,
         max_context_len: int | None = None,
+        answers: Answers | None = None,
+        drop_long_answers: bool = False,
     ) -> PromptSet:
         """Render and tokenise every prompt, and leave out those that are too long.
 
@@ -59,13 +65,16 @@ class CheckedRows:
             max_prompt_len: prompts of more tokens are left out and counted.
             max_context_len: tokens that prompt and response may have together; prompts that leave no room for a
                 response are left out and counted.
+            answers: of supervised data: each row's is rendered as well, so that what cannot be learnt is found now.
+            drop_long_answers: leave out and count rows with an answer that would be cut.
         Raises: DataError with the rows that the chat template refuses, or that have no tokens; or if none is left.
         """
         lengths = np.zeros(len(self), np.int64)
         chunks: list[npt.NDArray[np.int32]] = []
         problems = _Problems(self._files)
         refused: set[int] = set()
-        for start, texts in self._texts(tokenizer, dict(chat_kwargs or {}), problems, refused):
+        learnt = None if answers is None else AnswerCheck(answers, len(self), measures=drop_long_answers)
+        for start, texts in self._texts(tokenizer, dict(chat_kwargs or {}), problems, refused, learnt):
             batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
             lengths[start : start + len(texts)] = [len(ids) for ids in batch]
             chunks.append(np.fromiter((i for ids in batch for i in ids), np.int32))
@@ -74,10 +83,17 @@ class CheckedRows:
                 problems.add(int(self._selected.file[i]), int(self._selected.row[i]), "the prompt has no tokens")
         problems.refuse()
         tokens = np.concatenate(chunks)
-        return self._within(tokens, lengths, max_prompt_len, max_context_len)
+        if learnt is not None:
+            learnt.warn()
+        return self._within(tokens, lengths, max_prompt_len, max_context_len, None if learnt is None else learnt.over)
 
     def _texts(
-        self, tokenizer: Any, chat_kwargs: Mapping[str, Any], problems: _Problems, refused: set[int]
+        self,
+        tokenizer: Any,
+        chat_kwargs: Mapping[str, Any],
+        problems: _Problems,
+        refused: set[int],
+        learnt: AnswerCheck | None,
     ) -> Iterator[tuple[int, list[str]]]:
         """Batches of texts with the position of the first; refused rows are noted, and have an empty text."""
         texts: list[str] = []
@@ -91,9 +107,12 @@ class CheckedRows:
                 text = ""
                 try:
                     text = prompt_text(record, tokenizer, chat=self._keys.chat, kwargs=chat_kwargs)
+                    if learnt is not None:
+                        learnt.look(position, record, text)
                 except BadRow as problem:
                     problems.add(file, read.index, str(problem))
                     refused.add(position)
+                    text = ""
                 texts.append(text)
                 position += 1
                 if len(texts) == _TOKENISE_AT_ONCE:
@@ -108,13 +127,16 @@ class CheckedRows:
         lengths: npt.NDArray[np.int64],
         max_prompt_len: int | None,
         max_context_len: int | None,
+        long_answers: npt.NDArray[np.bool_] | None,
     ) -> PromptSet:
         too_long = lengths > (max_prompt_len if max_prompt_len is not None else np.iinfo(np.int64).max)
         over = ~too_long & (lengths >= (max_context_len if max_context_len is not None else np.iinfo(np.int64).max))
-        keep = ~(too_long | over)
+        cut = (long_answers if long_answers is not None else np.zeros(len(self), np.bool_)) & ~too_long & ~over
+        keep = ~(too_long | over | cut)
         dropped = {
             f"longer than --rollout-max-prompt-len {max_prompt_len}": too_long,
             f"without room for a response in --rollout-max-context-len {max_context_len}": over,
+            "with an answer above --rollout-max-response-len or the context (--sft-overlong drop)": cut,
         }
         for part, word in enumerate(self._words):
             inside = self._selected.part == part
@@ -143,13 +165,21 @@ class CheckedRows:
             lengths[keep],
             num_too_long=int(too_long.sum()),
             num_over_context=int(over.sum()),
+            num_long_answers=int(cut.sum()),
         )
 
 
 def row_keys(config: Config) -> RowKeys:
     """How the training prompts' rows are read."""
     data = config.data
-    return RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key, data.apply_chat_template)
+    return RowKeys(
+        data.input_key,
+        data.label_key,
+        data.metadata_key,
+        data.tool_key,
+        data.apply_chat_template,
+        answers=data.sft_turns if learns_answers(config) else None,
+    )
 
 
 def check_prompts(config: Config, reward_names: Mapping[str, str | None] | None) -> CheckedRows:
@@ -166,6 +196,8 @@ def tokenise_prompts(config: Config, rows: CheckedRows, tokenizer: Any) -> Promp
         chat_kwargs=config.data.apply_chat_template_kwargs,
         max_prompt_len=config.data.rollout_max_prompt_len,
         max_context_len=config.rollout.rollout_max_context_len,
+        answers=make_answers(config, tokenizer) if learns_answers(config) else None,
+        drop_long_answers=config.data.sft_overlong == "drop",
     )
 
 

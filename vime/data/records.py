@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.config.hooks import load_hook
+from vime.data.bad_row import BadRow, kind_of
+from vime.data.conversations import check_answer, check_conversation
 from vime.types import Message
 
 RM_TYPE = "rm_type"
@@ -31,6 +33,9 @@ class RowKeys:
     metadata: str = "metadata"
     tools: str = "tools"
     chat: bool = False
+    answers: str | None = None
+    """In supervised training the turns that are learnt, "all" or "last", of the label; without a label of the input,
+    which is then a conversation. None: nothing of a row is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,12 @@ class Record:
     metadata: dict[str, Any]
 
 
-class BadRow(Exception):
-    """Why one row cannot be used."""
-
-
 def read_record(row: Any, keys: RowKeys) -> Record:
-    """The prompt, label and metadata of a parsed row. Raises: BadRow."""
+    """The prompt, label and metadata of a parsed row.
+
+    Of a conversation to learn from, the prompt is what precedes the first turn that is learnt; the rest is the label.
+    Raises: BadRow.
+    """
     if not isinstance(row, dict):
         raise BadRow(f"a JSON object is expected, not {kind_of(row)}")
     for key in (keys.input, keys.label):
@@ -68,6 +73,10 @@ def read_record(row: Any, keys: RowKeys) -> Record:
     metadata = _object(row, keys.metadata)
     if tools := _tools(row, keys.tools):
         metadata["tools"] = tools
+    if keys.answers is not None and keys.label is None:
+        prompt, label = check_conversation(prompt, keys.answers, repr(keys.input))
+    elif keys.answers is not None:
+        check_answer(label, keys.answers, repr(keys.label), chat=keys.chat)
     return Record(prompt, label, metadata)
 
 
@@ -102,12 +111,6 @@ def named_hooks(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def check_named_hook(key: str, path: str) -> None:
     """Import a function that a row asks for. Raises: ConfigError if it cannot be called as it will be."""
     load_hook(path, HOOK_PARAMETERS[key], is_async=key == GENERATE_PATH)
-
-
-def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
 def _check_messages(messages: list[Any], keys: RowKeys) -> None:

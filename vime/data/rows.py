@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vime.config.prompt_files import is_parquet, json_array_problem
-from vime.data.records import BadRow, RowKeys
+from vime.data.bad_row import BadRow
+from vime.data.records import RowKeys
 from vime.errors import DataError
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ rollout/correct_length/<statistic> | tokens | response length over the samples t
 rollout/repetition_frac | ratio | samples trained on whose last 10,000 characters zlib (level 1) makes more than ten times shorter
 rollout/prefix_cache_hit_rate | ratio | prompt tokens the engines found in their prefix cache, of those they looked for
 rollout/avg_cached_tokens_per_sample | tokens | prompt tokens found in the prefix cache, per response the engines ended
-rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled; `preemptions`: requests an engine set back for want of cache
+rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `learnt_tokens` (of supervised data: those under mask 1), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled; `preemptions`: requests an engine set back for want of cache
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
 data/epoch | epochs | prompts handed out so far, in epochs (docs/data.md says what an epoch of a mixture is)

@@ -7,9 +7,10 @@ from typing import Any
 
 from vime.config import Config, modes
 from vime.config.eval_sets import EvalSet, eval_sets
+from vime.data.bad_row import BadRow
 from vime.data.buffer import DataBuffer
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
-from vime.data.records import BadRow, check_named_hook, check_overrides, named_hooks
+from vime.data.records import check_named_hook, check_overrides, named_hooks
 from vime.data.source import check_batch_size, make_buffer, make_own_source
 from vime.errors import ConfigError
 from vime.loop.replay import ReplaySource
