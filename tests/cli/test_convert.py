@@ -51,17 +51,27 @@ def test_a_runs_newest_checkpoint_or_a_certain_one_is_exported(tiny_qwen3: Path,
     (other / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2}))
     with pytest.raises(ConfigError, match=r"the model's num_attention_heads was 4 and is 2"):
         convert(run, tmp_path / "4", hf_checkpoint=other, ckpt_step=3)
+    with pytest.raises(ConfigError, match=r"^--ckpt-step is 7, but /\S+/checkpoints has the checkpoints of .* 3, 4$"):
+        convert(run, tmp_path / "7", hf_checkpoint=tiny_qwen3, ckpt_step=7)
+    with pytest.raises(ConfigError, match=r"is 4, but .*rollout_000003 is the checkpoint of another rollout"):
+        convert(run / "rollout_000003", tmp_path / "7", hf_checkpoint=tiny_qwen3, ckpt_step=4)
+    (run / "rollout_000003").rename(run / "best")
+    with pytest.raises(ConfigError, match="best is a checkpoint under another name"):
+        convert(run / "best", tmp_path / "7", hf_checkpoint=tiny_qwen3)
 
 
 def test_what_is_there_is_not_written_over(tiny_qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"exists; choose another|is not replaced; choose another"):
+        with pytest.raises(ConfigError, match=r"exists; choose another|holds other files, .* choose another"):
             convert(tiny_qwen3, tmp_path, overwrite=overwrite)
     weights = tmp_path / "weights"
     convert(tiny_qwen3, weights)
     with pytest.raises(ConfigError, match="or add --overwrite"):
         convert(tiny_qwen3, weights)
+    kinds = r"holds converted weights, and --overwrite replaces only an HF checkpoint, which is what would be written"
+    with pytest.raises(ConfigError, match=kinds):
+        convert(weights / "trainer", weights, hf_checkpoint=tiny_qwen3, overwrite=True)
     with pytest.raises(ConfigError, match="is what is read"):
         convert(tiny_qwen3, tiny_qwen3, overwrite=True)
     with pytest.raises(ConfigError, match="for a training checkpoint, add --hf-checkpoint"):

@@ -32,6 +32,11 @@ def test_help_lists_the_subcommands_and_imports_nothing_heavy(code: str) -> None
     assert all(name in text for name in ("config", "init-model", "doctor", "--help-megatron"))
 
 
+def test_the_module_runs_the_same_commands() -> None:
+    done = subprocess.run([sys.executable, "-m", "vime", "converter"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "vime: there is no command 'converter'; did you mean convert?\n"
+
+
 def test_the_settings_help_is_grouped_and_imports_nothing_heavy() -> None:
     text, imported = run_and_list_heavy_imports("from vime.cli.resolve import resolve; resolve(['--help'])")
     assert imported == []

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import save_checkpoint
 from vime.data.buffer import DataBuffer
 from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError, TrainingError
@@ -14,7 +15,6 @@ from vime.loop.checkpoint import (
     load_checkpoint,
     load_weights,
     open_checkpoint,
-    save_checkpoint,
     set_aside,
     weights_of,
     write_weights_file,
@@ -117,6 +117,13 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         (path / "state.json").write_text(text)
         with pytest.raises(ConfigError, match=r"rollout_000001 is damaged: .*state.json.*; move it away"):
             open_checkpoint(tmp_path)
+
+
+def test_a_damaged_stop_rule_is_named(tmp_path: Path) -> None:
+    state = json.loads((save(tmp_path, 1) / "state.json").read_text())
+    (tmp_path / "rollout_000001" / "state.json").write_text(json.dumps(state | {"stop": {}}))
+    with pytest.raises(DataError, match=r"in state\.json the stop rule is damaged"):
+        load_checkpoint(open_checkpoint(tmp_path), FakeTrainer(), FakeSource(), StopRule())
 
 
 @pytest.mark.parametrize("file", ["state.json", "trainer/weights"])

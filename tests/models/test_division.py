@@ -3,7 +3,8 @@
 import pytest
 
 from tests.models.shapes import GLM_45, GLM_45_AIR, QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_17B, QWEN3_30B
-from vime.models.division import Division, model_parameters, padded_rows, rank_parameters
+from vime.models.division import Division, padded_rows, rank_parameters
+from vime.models.parameters import parameters
 
 
 @pytest.mark.parametrize(
@@ -19,14 +20,14 @@ from vime.models.division import Division, model_parameters, padded_rows, rank_p
     ],
 )
 def test_counts_are_those_of_transformers(model, count):
-    assert model_parameters(model) == count
+    assert rank_parameters(model, Division(), 0).total == parameters(model).total == count
 
 
 def test_stages_hold_every_parameter_once_and_a_tied_head_twice():
     untied = [rank_parameters(QWEN3_8B, Division(pipeline=4), rank).total for rank in range(4)]
-    assert sum(untied) == model_parameters(QWEN3_8B)
+    assert sum(untied) == parameters(QWEN3_8B).total
     tied = [rank_parameters(QWEN3_4B, Division(pipeline=4), rank).total for rank in range(4)]
-    assert sum(tied) == model_parameters(QWEN3_4B) + QWEN3_4B.vocab_size * QWEN3_4B.transformer["hidden_size"]
+    assert sum(tied) == parameters(QWEN3_4B).total + QWEN3_4B.vocab_size * QWEN3_4B.transformer["hidden_size"]
 
 
 def test_tensor_parallel_ranks_hold_a_part_of_matrices_and_all_of_norms():

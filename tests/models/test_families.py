@@ -162,7 +162,7 @@ def test_glm_limits_tokens_to_groups_of_experts_where_there_is_a_limit(groups, f
 
 def test_glm_names_differ_by_layer_and_leave_out_the_layer_of_multi_token_prediction():
     names = family_of(GLM).name_map(family_of(GLM).settings(GLM))
-    assert names.to_megatron("model.layers.0.mlp.gate_proj.weight") == "decoder.layers.0.mlp.linear_fc1.weight"
+    assert names.to_hf("decoder.layers.0.mlp.linear_fc1.weight").hf[0] == "model.layers.0.mlp.gate_proj.weight"
     assert names.to_hf("decoder.layers.1.mlp.router.expert_bias").hf == (
         "model.layers.1.mlp.gate.e_score_correction_bias",
     )
@@ -259,14 +259,13 @@ def test_an_unknown_architecture_lists_what_is_supported(hf):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
-def test_names_are_inverse_to_each_other(family):
+def test_every_hf_name_belongs_to_one_tensor(family):
     hf = {**CONFIGS[family.model_type], "tie_word_embeddings": False}
     names = family.name_map(family.settings(hf))
     seen = []
     for megatron in names.megatron_names():
         entry = names.to_hf(megatron)
         assert len(entry.hf) == NUM_HF[entry.kind]
-        assert all(names.to_megatron(name) == megatron for name in entry.hf)
         seen += entry.hf
     assert len(seen) == len(set(seen)) and seen == names.hf_names()
 

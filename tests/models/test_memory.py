@@ -6,8 +6,9 @@ import pytest
 
 from tests.models.shapes import GLM_45_AIR, QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_30B_6_LAYERS
 from vime.models.activations import Recompute, layer_numbers, stage_numbers, stages_in_flight
-from vime.models.division import Division, model_parameters
+from vime.models.division import Division
 from vime.models.memory import GIB, MIB, Engine, Training, engine_cache_tokens, estimate
+from vime.models.parameters import parameters
 
 FULL = Recompute(granularity="full", method="uniform")
 
@@ -19,13 +20,13 @@ def parts(model, division=None, engine=None, **training):
 @pytest.mark.parametrize(("dtype", "bytes_a_parameter"), [("bfloat16", (2, 4, 12)), ("float32", (4, 4, 8))])
 def test_weights_gradients_and_state_of_one_rank(dtype, bytes_a_parameter):
     got = parts(QWEN3_06B, dtype=dtype)
-    n = model_parameters(QWEN3_06B)
+    n = parameters(QWEN3_06B).total
     assert (got["weights"], got["gradients"], got["optimizer state"]) == tuple(n * b for b in bytes_a_parameter)
     assert parts(QWEN3_06B, has_reference=True)["reference weights"] == 2 * n
 
 
 def test_optimizer_state_is_shared_by_the_ranks_with_the_same_parameters():
-    n = model_parameters(QWEN3_8B)
+    n = parameters(QWEN3_8B).total
     assert parts(QWEN3_8B, Division(data=4, context=2))["optimizer state"] == round(12 * n / 8)
     assert parts(QWEN3_8B, Division(data=8), use_distributed_optimizer=False)["optimizer state"] == 12 * n
 
@@ -120,7 +121,7 @@ def test_an_engine_takes_its_share_and_keeps_what_its_weights_leave():
     assert parts(QWEN3_8B, engine=engine)["engine"] == 40 * GIB
     a_token = 2 * 36 * 8 * 128 * 2
     tokens = engine_cache_tokens(QWEN3_8B, engine, "bfloat16")
-    assert tokens == int((37 * GIB - 2 * model_parameters(QWEN3_8B)) / a_token)
+    assert tokens == int((37 * GIB - 2 * parameters(QWEN3_8B).total) / a_token)
     small = dataclasses.replace(engine, utilization=0.2)
     assert engine_cache_tokens(QWEN3_8B, small, "bfloat16") < 0
     stated = dataclasses.replace(engine, cache_bytes=GIB)
@@ -139,4 +140,4 @@ def test_an_engine_beside_the_trainer_holds_a_layers_experts_whole_at_a_sync():
 def test_a_checkpoint_written_in_the_background_is_copied_to_the_host_once():
     division = Division(data=4)
     there, copied = (estimate(QWEN3_4B, division, Training(async_save=x))[0].host_bytes for x in (False, True))
-    assert copied - there == 14 * model_parameters(QWEN3_4B) / 4
+    assert copied - there == 14 * parameters(QWEN3_4B).total / 4

@@ -139,6 +139,15 @@ def test_what_the_checkpoint_cannot_serve_is_refused_by_name(tmp_path: Path, now
     assert message in str(caught.value)
 
 
+def test_settings_that_are_damaged_are_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    state = json.loads((tmp_path / "rollout_000001" / "state.json").read_text())
+    del state["settings"]["fixed"]
+    (tmp_path / "rollout_000001" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"its settings in state\.json are damaged: fixed missing"):
+        check(tmp_path, kept(CONFIG))
+
+
 def test_weights_alone_go_with_another_optimizer_and_loss_but_not_another_model(tmp_path: Path) -> None:
     other = replace(CONFIG, megatron={"lr": 1.0, "optimizer": "sgd"}, algo=AlgoConfig(loss_type="sft_loss"))
     assert check(tmp_path, kept(other), finetune=True) == []

@@ -12,6 +12,9 @@ from vime.errors import ConfigError
 from vime.loop.checkpoint import WEIGHTS_FILE, weights_of, write_weights_file
 from vime.loop.compatibility import other_models, weights_to_keep
 
+_KINDS = {True: "weights for --load with --finetune", False: "an HF checkpoint"}
+"""What is made, by whether it is made of an HF checkpoint."""
+
 
 def convert(
     source: Path,
@@ -75,7 +78,13 @@ def _problems(
         if not overwrite:
             yield f"{target} exists; choose another folder" + (", or add --overwrite" if made_here else "")
         elif not made_here:
-            yield f"{target} holds no checkpoint of the kind to be written, and is not replaced; choose another folder"
+            there = "an HF checkpoint" if (target / "config.json").is_file() else "converted weights"
+            if not (target / "config.json").is_file() and not (target / WEIGHTS_FILE).is_file():
+                there = "other files"
+            yield (
+                f"{target} holds {there}, and --overwrite replaces only {_KINDS[is_hf]}, which is what would be "
+                "written; choose another folder"
+            )
 
 
 def _write(
@@ -99,8 +108,7 @@ def _write(
                 raise ConfigError([f"{source}: {problem}" for problem in problems])
         done = convert_weights.to_hf(trainer, hf_checkpoint, target, dtype=wanted)
         name = str(done.dtype).removeprefix("torch.")
-    kind = "weights for --load with --finetune" if is_hf else "an HF checkpoint"
-    return f"{kind}, {done.num_tensors} tensors, {done.num_bytes / 1e6:,.1f} MB, {name}"
+    return f"{_KINDS[is_hf]}, {done.num_tensors} tensors, {done.num_bytes / 1e6:,.1f} MB, {name}"
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

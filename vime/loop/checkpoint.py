@@ -128,21 +128,6 @@ class CheckpointWriting:
             raise
 
 
-def save_checkpoint(
-    folder: Path,
-    rollout_id: int,
-    trainer: Trainer,
-    source: DataSource,
-    stop: StopRule,
-    settings: Mapping[str, Any],
-) -> Path:
-    """Write the checkpoint of a trained rollout. Returns: its final path. See `CheckpointWriting`."""
-    writing = CheckpointWriting(folder, rollout_id, trainer, source.state(), stop, settings, in_background=False)
-    path = writing.complete(wait=True)
-    assert path is not None, "waited for"
-    return path
-
-
 def find_checkpoints(folder: Path) -> list[Path]:
     """Every complete checkpoint in `folder`, oldest first."""
     if not folder.is_dir():
@@ -158,46 +143,47 @@ def rollout_of(path: Path) -> int:
     return int(path.name.removeprefix("rollout_"))
 
 
-def open_checkpoint(folder: Path, rollout_id: int | None = None) -> Checkpoint:
+def open_checkpoint(folder: Path, rollout_id: int | None = None, *, flag: str = "--load ") -> Checkpoint:
     """The newest undamaged checkpoint of `folder`, or that of a certain rollout; nothing is loaded yet.
 
+    Args: flag: what errors say before the folder's name.
     Raises: ConfigError when there is none, that of the rollout is damaged, or it is of an unknown format.
     """
     if (folder / WEIGHTS_FILE).is_file():
-        return _open_weights(folder, rollout_id)
+        return _open_weights(folder, rollout_id, flag)
     found = find_checkpoints(folder)
     if not found:
-        raise ConfigError(f"--load {folder}: no checkpoint there (looked for rollout_NNNNNN/state.json){_hint(folder)}")
+        raise ConfigError(f"{flag}{folder}: no checkpoint there (looked for rollout_NNNNNN/state.json){_hint(folder)}")
     if rollout_id is not None:
         by_number = {rollout_of(p): p for p in found}
         if rollout_id not in by_number:
             raise ConfigError(
-                f"--ckpt-step is {rollout_id}, but --load {folder} has the checkpoints of rollouts "
+                f"--ckpt-step is {rollout_id}, but {flag}{folder} has the checkpoints of rollouts "
                 f"{', '.join(map(str, by_number))}"
             )
         found = [by_number[rollout_id]]
     skipped: list[tuple[Path, str]] = []
     for path in reversed(found):
-        checkpoint = _read(path)
+        checkpoint = _read(path, flag)
         if isinstance(checkpoint, Checkpoint):
             return replace(checkpoint, skipped=skipped)
         skipped.append((path, checkpoint))
-    raise ConfigError([f"--load {path} is damaged: {damage}; {_REMEDY}" for path, damage in skipped])
+    raise ConfigError([f"{flag}{path} is damaged: {damage}; {_REMEDY}" for path, damage in skipped])
 
 
-def _read(path: Path) -> Checkpoint | str:
+def _read(path: Path, flag: str) -> Checkpoint | str:
     """One checkpoint, or in what it is damaged. Raises: ConfigError if it is another one than its name says."""
     try:
         state: Any = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"state.json cannot be read ({error})"
     if isinstance(state, dict) and "format" in state and state["format"] != _FORMAT:
-        raise ConfigError(f"--load {path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
+        raise ConfigError(f"{flag}{path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
     if damage := _damage(state):
         return f"in state.json {damage}"
     if state["rollout_id"] != rollout_of(path):
         raise ConfigError(
-            f"--load {path} is the checkpoint of rollout {state['rollout_id']} under another name; call it "
+            f"{flag}{path} is the checkpoint of rollout {state['rollout_id']} under another name; call it "
             f"rollout_{state['rollout_id']:06d}"
         )
     if damage := _lost_files(path, state.get("files", {})):  # older ones do not say
@@ -244,16 +230,16 @@ def write_weights_file(folder: Path, settings: Mapping[str, Any]) -> None:
     _write_json(folder / WEIGHTS_FILE, {"format": _FORMAT, "settings": settings, "files": _file_sizes(folder)})
 
 
-def _open_weights(folder: Path, rollout_id: int | None) -> Checkpoint:
+def _open_weights(folder: Path, rollout_id: int | None, flag: str) -> Checkpoint:
     if rollout_id is not None:
-        raise ConfigError(f"--ckpt-step is {rollout_id}, but --load {folder} holds weights alone, of no rollout")
+        raise ConfigError(f"--ckpt-step is {rollout_id}, but {flag}{folder} holds weights alone, of no rollout")
     try:
         weights = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
         settings, sizes = weights["settings"], weights["files"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ConfigError(f"--load {folder}: {WEIGHTS_FILE} is damaged ({error!r}); convert it again") from error
+        raise ConfigError(f"{flag}{folder}: {WEIGHTS_FILE} is damaged ({error!r}); convert it again") from error
     if damage := _lost_files(folder, sizes):
-        raise ConfigError(f"--load {folder} is damaged: {damage}; convert it again")
+        raise ConfigError(f"{flag}{folder} is damaged: {damage}; convert it again")
     return Checkpoint(path=folder, rollout_id=-1, data_source={}, stop={}, settings=settings, is_weights_alone=True)
 
 
@@ -268,8 +254,12 @@ def weights_of(folder: Path, rollout_id: int | None) -> tuple[Path, Mapping[str,
     if (folder / "metadata.json").is_file():
         return folder, None
     if (folder / "state.json").is_file():
+        if not _NAME.fullmatch(folder.name):
+            raise ConfigError(f"{folder} is a checkpoint under another name; call it rollout_ and what state.json says")
+        if rollout_id not in (None, rollout_of(folder)):
+            raise ConfigError(f"--ckpt-step is {rollout_id}, but {folder} is the checkpoint of another rollout")
         folder, rollout_id = folder.parent, rollout_of(folder)
-    checkpoint = open_checkpoint(folder, rollout_id)
+    checkpoint = open_checkpoint(folder, rollout_id, flag="")
     return checkpoint.path / "trainer", checkpoint.settings
 
 
@@ -300,7 +290,12 @@ def load_checkpoint(checkpoint: Checkpoint, trainer: Trainer, source: DataSource
             "it does not say which come next; take its weights alone with --finetune"
         )
     source.restore(checkpoint.data_source)
-    stop.restore(checkpoint.stop)
+    try:
+        stop.restore(checkpoint.stop)
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"--load {checkpoint.path}: in state.json the stop rule is damaged ({error!r}); {_REMEDY}"
+        ) from error
     load_weights(checkpoint, trainer)
 
 

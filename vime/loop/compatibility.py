@@ -69,6 +69,9 @@ def conflicts(saved: Mapping[str, Any], now: Mapping[str, Any], *, weights_only:
 
     Args: weights_only: optimizer, scheduler and random state are not loaded.
     """
+    if lost := sorted(set(now) - set(saved)):
+        yield f"its settings in state.json are damaged: {', '.join(lost)} missing"
+        return
     yield from other_models(saved, now)
     for name, old, new in _changes(saved["fixed"], now["fixed"]):
         if name == "dtype":

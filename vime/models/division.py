@@ -94,11 +94,6 @@ def padded_rows(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor)
 
 
-def model_parameters(model: ModelSettings) -> int:
-    """RankParameters of the whole model."""
-    return rank_parameters(model, Division(), 0).total
-
-
 def layer_parameters(model: ModelSettings, division: Division, layer: int) -> RankParameters:
     """One rank's part of a decoder layer."""
     t, tp = model.transformer, division.tensor

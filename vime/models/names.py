@@ -47,7 +47,7 @@ class Names:
 
 
 class NameMap:
-    """The name table of one model, both ways.
+    """The name table of one model.
 
     Args:
         rules: every tensor of the model, the layers' in their order.
@@ -63,16 +63,11 @@ class NameMap:
         self._shapes = dict(shape for rule in rules for shape in shapes_of(rule))
         self._kept_shapes = dict(kept_shapes or {})
         self._names = {rule.megatron: Names(rule.hf, rule.kind) for rule in rules}
-        self._megatron = {name: key for key, names in self._names.items() for name in names.hf}
         self._kept_layers = frozenset(kept_layers)
 
     def to_hf(self, megatron_name: str) -> Names:
         """The HF tensors that make up a Megatron tensor. Raises: KeyError for a name the family does not have."""
         return self._names[megatron_name]
-
-    def to_megatron(self, hf_name: str) -> str:
-        """The Megatron tensor an HF tensor goes into. Raises: KeyError for a name the family does not have."""
-        return self._megatron[hf_name]
 
     def megatron_names(self) -> list[str]:
         """All Megatron names, in the table's order."""
@@ -80,7 +75,7 @@ class NameMap:
 
     def hf_names(self) -> list[str]:
         """All HF names of the model, in the table's order; those of kept layers are not among them."""
-        return list(self._megatron)
+        return [name for names in self._names.values() for name in names.hf]
 
     def shapes(self) -> Mapping[str, Shape]:
         """HF name -> shape, of all tensors of the model in the table's order."""

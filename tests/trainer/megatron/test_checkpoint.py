@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import save_checkpoint
 from vime.config import CheckpointConfig, TrainConfig
 from vime.errors import ConfigError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import CheckpointWriting, load_checkpoint, open_checkpoint, save_checkpoint
+from vime.loop.checkpoint import CheckpointWriting, load_checkpoint, open_checkpoint
 from vime.trainer.megatron.shard_file import ShardFile
 
 LENGTHS = [9, 4, 17, 6]
@@ -68,6 +69,23 @@ def test_a_folder_that_is_no_checkpoint_is_refused(model_folder, make_trainer, t
         make_trainer(folder).load(tmp_path)
 
 
+def test_each_file_that_rots_is_an_error_that_names_the_checkpoint(model_folder, make_trainer, tmp_path):
+    """Of the right size, so that nothing shows before it is read."""
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+    trainer.save(tmp_path / "ck")
+    files = sorted((tmp_path / "ck").iterdir())
+    assert [path.name for path in files] == [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    for path in files:
+        whole = path.read_bytes()
+        for bad in (bytes(len(whole)), bytes(255 - byte for byte in whole[:100]) + whole[100:], b""):
+            path.write_bytes(bad)
+            with pytest.raises(TrainingError, match=r"ck cannot be read \(\w+: [^\n]*\)$"):
+                trainer.load(tmp_path / "ck")
+        path.write_bytes(whole)
+    trainer.load(tmp_path / "ck")
+
+
 def test_a_save_that_fails_leaves_nothing_under_the_final_name(model_folder, make_trainer, tmp_path, monkeypatch):
     from vime.trainer.megatron import checkpoint
 
@@ -81,6 +99,15 @@ def test_a_save_that_fails_leaves_nothing_under_the_final_name(model_folder, mak
     with pytest.raises(OSError, match="No space"):
         trainer.save(tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_all_ranks(model_folder, make_trainer, tmp_path):
+    folder, _ = model_folder()
+    (tmp_path / "file").touch()
+    trainer = make_trainer(folder)
+    with pytest.raises(TrainingError, match=r"checkpoint .*file/ck cannot be written: rank 0: .*Not a directory"):
+        trainer.save(tmp_path / "file" / "ck")
+    trainer.save(tmp_path / "ck")
 
 
 def test_saving_again_replaces_the_old_checkpoint(model_folder, make_trainer, make_batch, tmp_path):

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError, VimeError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.saving import Save
@@ -43,18 +44,21 @@ def begin_save(
 def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
     """Restore what `save` wrote; returns its counters. Collective.
 
-    Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer where one is wanted.
+    Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer where one is wanted; TrainingError if
+        it cannot be read.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ConfigError(f"{path} is not a training checkpoint")
-    saved = dist_checkpointing.load_common_state_dict(str(path))
+    with _readable(path):
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+            raise ConfigError(f"{path} is not a training checkpoint")
+        saved = dist_checkpointing.load_common_state_dict(str(path))
     if with_optimizer and "scheduler" not in saved:
         raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
     same_layout = saved.get("layout") == _layout()
     wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
     if with_optimizer and same_layout:
         wanted["random"] = _random_object(None)
-    state = dist_checkpointing.load(wanted, str(path))
+    with _readable(path):
+        state = dist_checkpointing.load(wanted, str(path))
     for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
         ddp.module.load_state_dict(state[key])
     if with_optimizer:
@@ -75,6 +79,21 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
         policy.optimizer.reload_model_params()
     counters: dict[str, int] = saved["counters"]
     return counters
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What torch and Megatron raise on damaged files, of a dozen kinds and with tracebacks in it, as one error."""
+    try:
+        yield
+    except VimeError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            cause = next(iter(error.failures.values()))[0]
+        first_line = (str(cause).splitlines() or [""])[0]
+        raise TrainingError(f"{path} cannot be read ({type(cause).__name__}: {first_line})") from error
 
 
 def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:

@@ -44,17 +44,14 @@ class Save:
         path: the folder to be; it has this name only when it is whole.
         in_background: the state may change as soon as this object is built. Costs a copy of it in the host's memory.
         fresh_prefix: tensors with keys that begin so are copies already, and are not copied again.
-    Raises: OSError if the folder cannot be made.
+    Raises: TrainingError if the folder cannot be made.
     """
 
     def __init__(
         self, state: dict[str, Any], path: Path, *, in_background: bool, fresh_prefix: tuple[str, ...] = ()
     ) -> None:
         self._path, self._partial = path, path.with_name(f".{path.name}.partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        dist.barrier()
+        self._make_folder()
         self._strategy = _Strategy(copies=in_background, fresh_prefix=fresh_prefix)
         self._request = dist_checkpointing.save(
             state, str(self._partial), sharded_strategy=self._strategy, async_sharded_save=True
@@ -65,6 +62,19 @@ class Save:
             self._write()
         else:
             self._thread.start()
+
+    def _make_folder(self) -> None:
+        """By rank 0, which tells the others if it cannot: they would wait for it. Raises: TrainingError, on each."""
+        reason: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._partial.mkdir(parents=True)
+            except OSError as error:
+                reason = [_words(error)]
+        dist.broadcast_object_list(reason)
+        if reason[0] is not None:
+            raise TrainingError(f"the checkpoint {self._path} cannot be written: rank 0: {reason[0]}")
 
     def _write(self) -> None:
         try:
