@@ -1,9 +1,12 @@
-"""Advantages from the rewards of a group of trajectories that share a prompt."""
+"""Advantages from the rewards of a group of trajectories that share a prompt.
+
+Each estimator is one function: `AdvantageInputs` in, an advantage for each sample [B] or each token [T] out. The table
+in vime/config/estimators.py makes it a value of --advantage-estimator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +14,77 @@ import numpy.typing as npt
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 STD_EPS = 1e-6  # as in verl and slime; TRL adds 1e-4, OpenRLHF 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """What an estimator may read of a rollout, and its settings."""
+
+    rewards: FloatArray
+    """[B] one scalar per sample, finite; siblings share it."""
+    group_ids: npt.NDArray[np.int64]
+    """[B] equal for the samples of one prompt. Groups may differ in size and be interleaved."""
+    trajectory_ids: npt.NDArray[np.int64]
+    """[B] equal for siblings, which count once."""
+    cu_seqlens: npt.NDArray[np.int64]
+    """[B + 1] sample i owns tokens [cu_seqlens[i], cu_seqlens[i + 1])."""
+    mask: npt.NDArray[Any]
+    """[T] nonzero where the policy sampled the token and it is trained on."""
+    token_penalties: FloatArray | None = None
+    """[T] taken from the reward at each token, 0 under mask 0: --kl-coef times the KL. None: nothing is."""
+    std_eps: float | None = STD_EPS
+    """Added to a group's std; None: grpo does not divide by it."""
+    gamma: float = 1.0
+    """Discount for each token."""
+
+    def penalised_rewards(self) -> FloatArray:
+        """[B] each trajectory's reward less the penalties of all its tokens, its siblings' included."""
+        if self.token_penalties is None:
+            return self.rewards
+        _, trajectory = np.unique(self.trajectory_ids, return_inverse=True)
+        penalties = np.where(self.mask != 0, self.token_penalties, 0.0)
+        owner = np.repeat(trajectory, np.diff(self.cu_seqlens))
+        total = np.bincount(owner, weights=penalties, minlength=len(trajectory))
+        rewards: FloatArray = self.rewards - total[trajectory]
+        return rewards
+
+
+def grpo(inputs: AdvantageInputs) -> FloatArray:
+    """Rewards centred on their group's mean and divided by its std + std_eps. [B]
+
+    Source: GRPO, arXiv:2402.03300, section 4.1.2.
+    """
+    return group_advantages(
+        inputs.penalised_rewards(), inputs.group_ids, inputs.trajectory_ids, std_eps=inputs.std_eps
+    )
+
+
+def dr_grpo(inputs: AdvantageInputs) -> FloatArray:
+    """Rewards centred on their group's mean. [B]
+
+    Source: Dr. GRPO, arXiv:2503.20783.
+    """
+    return group_advantages(inputs.penalised_rewards(), inputs.group_ids, inputs.trajectory_ids, std_eps=None)
+
+
+def rloo(inputs: AdvantageInputs) -> FloatArray:
+    """Rewards less the mean of the group's other trajectories: A = n / (n - 1) (R - mean). [B]
+
+    A group with a single trajectory gets 0: there is no other to compare with.
+
+    Source: RLOO, arXiv:2402.14740.
+    """
+    centred = dr_grpo(inputs)
+    _, first = np.unique(inputs.trajectory_ids, return_index=True)
+    _, group = np.unique(inputs.group_ids, return_inverse=True)
+    n = np.bincount(group[first], minlength=int(group.max(initial=-1)) + 1)[group]
+    advantages: FloatArray = centred * n / np.maximum(n - 1, 1)
+    return advantages
+
+
+def raw_rewards(inputs: AdvantageInputs) -> FloatArray:
+    """The rewards as they are, less penalties (--disable-rewards-normalization). [B]"""
+    return inputs.penalised_rewards().copy()
 
 
 def group_advantages(
@@ -77,10 +151,3 @@ def _check_siblings(
                 f"samples {first[i]} and {i} belong to trajectory {trajectories[i]} but their {name}s are "
                 f"{column[first[i]]} and {column[i]}; siblings share one {name}"
             )
-
-
-Estimator: TypeAlias = Callable[..., FloatArray]
-"""(rewards [B], group_ids [B], trajectory_ids [B], *, std_eps: float | None) -> advantages [B]"""
-
-ESTIMATORS: MappingProxyType[str, Estimator] = MappingProxyType({"grpo": group_advantages})
-"""--advantage-estimator by name."""

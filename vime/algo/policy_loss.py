@@ -21,9 +21,8 @@ class PolicyLoss(NamedTuple):
     dual_clipped: Tensor
 
 
-def ppo_clip_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
+def clipped_loss(
+    log_ratio: Tensor,
     advantages: Tensor,
     *,
     eps_clip: float,
@@ -33,13 +32,12 @@ def ppo_clip_loss(
 ) -> PolicyLoss:
     """The loss to minimise for each token, before any aggregation.
 
-    With r = exp(log_probs - old_log_probs) and A the advantage:
-    loss = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high)).
+    With r = exp(log_ratio) and A the advantage: loss = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high)).
     With the dual clip, a token with A < 0 loses at most -A eps_clip_c.
 
     Args:
-        log_probs: [T] float, the policy that is differentiated.
-        old_log_probs: [T] float, the policy before the step; no gradient is taken through it.
+        log_ratio: [T] float, of the policy that is differentiated to the one before the step: of each token alone
+            (PPO), or its sequence's mean (GSPO, `sequences.Sequences.mean`).
         advantages: [T] float.
         eps_clip: lower clip bound of the ratio as an offset from 1 (0.2 means 0.8).
         eps_clip_high: upper bound as an offset from 1; None takes eps_clip.
@@ -50,24 +48,18 @@ def ppo_clip_loss(
     Returns: loss (differentiable), ratio (1 under mask 0), clipped (the clipped branch is strictly worse, so the token
         has no gradient), dual_clipped (the dual bound acted).
     Raises: ValueError on a bound that makes no sense.
-    Source: PPO, arXiv:1707.06347, eq. 7; separate upper bound, DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
+    Source: PPO, arXiv:1707.06347, eq. 7; separate upper bound, DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729;
+        sequence-level ratio, GSPO, arXiv:2507.18071.
     """
-    high = eps_clip if eps_clip_high is None else eps_clip_high
-    if eps_clip < 0 or high < 0:
-        raise ValueError(
-            f"clip bounds are offsets from 1, so eps_clip {eps_clip} and eps_clip_high {high} must be >= 0"
-        )
+    low, high = check_bounds(eps_clip, eps_clip_high)
     if eps_clip_c is not None and eps_clip_c <= 1:
         raise ValueError(f"eps_clip_c is {eps_clip_c}; the dual clip needs a bound above 1")
-    log_ratio = log_probs - old_log_probs.detach()
     advantages = advantages.detach()
     if mask is not None:
-        # Selection before exp: a NaN that reaches a product would come back in the gradient as 0 * NaN.
-        log_ratio = torch.where(mask.bool(), log_ratio, torch.zeros_like(log_ratio))
         advantages = torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
-    ratio = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+    ratio = masked_ratio(log_ratio, mask)
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - eps_clip, 1 + high)
+    bounded = -advantages * ratio.clamp(low, high)
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
     if eps_clip_c is None:
@@ -77,3 +69,42 @@ def ppo_clip_loss(
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = torch.where(dual_clipped, ceiling, loss)
     return PolicyLoss(loss, ratio.detach(), clipped, dual_clipped)
+
+
+def ppo_clip_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    mask: Tensor | None = None,
+) -> PolicyLoss:
+    """`clipped_loss` of each token's own log-ratio, log_probs - old_log_probs, both [T]; none through the latter."""
+    return clipped_loss(
+        log_probs - old_log_probs.detach(),
+        advantages,
+        eps_clip=eps_clip,
+        eps_clip_high=eps_clip_high,
+        eps_clip_c=eps_clip_c,
+        mask=mask,
+    )
+
+
+def masked_ratio(log_ratio: Tensor, mask: Tensor | None) -> Tensor:
+    """exp(log_ratio), finite in float32; 1 and without gradient under mask 0. [T]"""
+    if mask is not None:
+        # Selection before exp: a NaN that reaches a product would come back in the gradient as 0 * NaN.
+        log_ratio = torch.where(mask.bool(), log_ratio, torch.zeros_like(log_ratio))
+    return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def check_bounds(eps_clip: float, eps_clip_high: float | None) -> tuple[float, float]:
+    """The bounds of the ratio. Raises: ValueError if an offset is negative."""
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    if eps_clip < 0 or high < 0:
+        raise ValueError(
+            f"clip bounds are offsets from 1, so eps_clip {eps_clip} and eps_clip_high {high} must be >= 0"
+        )
+    return 1 - eps_clip, 1 + high

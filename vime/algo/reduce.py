@@ -56,6 +56,55 @@ def token_mean_weights(
     return _pooled_weights(on, cu_seqlens, step)
 
 
+def sequence_mean_weights(
+    mask: npt.NDArray[Any], cu_seqlens: npt.NDArray[Any], step_ids: npt.NDArray[Any], *, count_empty: bool = True
+) -> npt.NDArray[np.float64]:
+    """Weights of the token mean inside each sample, averaged over the samples of an optimizer step.
+
+    w[t] = mask[t] / (tokens under mask 1 of the sample * samples of its step). Siblings count one by one.
+
+    Args:
+        mask: [T], nonzero where a token gets gradient.
+        cu_seqlens: [B + 1] int.
+        step_ids: [B] int, equal for samples of one optimizer step.
+        count_empty: a sample without a token under mask 1 counts as one of the step's.
+
+    Returns: [T] float64, 0 under mask 0.
+    Raises: ValueError if the shapes do not fit.
+    Source: GRPO, arXiv:2402.03300, eq. 3.
+    """
+    on = _checked_mask(mask, cu_seqlens, step_ids)
+    sample = np.arange(len(step_ids))
+    tokens = np.bincount(np.repeat(sample, np.diff(cu_seqlens)), weights=on, minlength=len(sample))
+    _, step = np.unique(step_ids, return_inverse=True)
+    samples = np.bincount(step, weights=(tokens > 0) | count_empty)[step]
+    weights = _pooled_weights(on, cu_seqlens, sample)
+    result: npt.NDArray[np.float64] = weights / np.repeat(np.maximum(samples, 1.0), np.diff(cu_seqlens))
+    return result
+
+
+def token_sum_weights(
+    mask: npt.NDArray[Any], cu_seqlens: npt.NDArray[Any], *, n_global: int, length: float = 1.0
+) -> npt.NDArray[np.float64]:
+    """Weights of the sum over all tokens, divided by constants: w[t] = mask[t] / (n_global * length).
+
+    Args:
+        mask: [T], nonzero where a token gets gradient.
+        cu_seqlens: [B + 1] int.
+        n_global: trajectories (or samples) per optimizer step.
+        length: the constant in place of each response's length; 1 sums over tokens.
+
+    Returns: [T] float64, 0 under mask 0.
+    Raises: ValueError if a divisor is not positive or the shapes do not fit.
+    Source: Dr. GRPO, arXiv:2503.20783, with a constant length.
+    """
+    on = _checked_mask(mask, cu_seqlens, np.empty(len(cu_seqlens) - 1))
+    if n_global <= 0 or not length > 0:
+        raise ValueError(f"n_global is {n_global} and length {length}; both divide, and must be above 0")
+    weights: npt.NDArray[np.float64] = on / (n_global * length)
+    return weights
+
+
 def _checked_mask(
     mask: npt.NDArray[Any], cu_seqlens: npt.NDArray[Any], ids: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:

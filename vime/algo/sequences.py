@@ -1,0 +1,32 @@
+"""Means over whole sequences, also where a micro-batch or a rank holds only some of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Which sequence each of P tokens belongs to. All tokens here are under mask 1."""
+
+    index: Tensor
+    """[P] int64, from 0 to N - 1."""
+    counts: Tensor
+    """[N] tokens under mask 1 of each whole sequence, those that other ranks hold included; same dtype as the values."""
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """[N] -> [N], differentiable: the sum over ranks that hold parts of the same sequences. None: they are all here."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """For each token the mean of `values` [P] over its whole sequence.
+
+        Returns: [P]. The gradient reaches every token of a sequence, on whichever rank it is.
+        """
+        # index_add also where P is 0: a rank without tokens still takes part in the sum, forward and backward.
+        sums = values.new_zeros(len(self.counts)).index_add(0, self.index, values)
+        if self.sum_over_ranks is not None:
+            sums = self.sum_over_ranks(sums)
+        return torch.index_select(sums / self.counts.clamp(min=1), 0, self.index)
