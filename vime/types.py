@@ -224,6 +224,10 @@ PG_WEIGHTS = "pg_loss_weights"
 """[T] column of `TrainBatch.extra`: what each token's policy loss is multiplied with, in place of `loss_weights`."""
 TOKEN_ADVANTAGES = "token_advantages"
 """[T] column of `TrainBatch.extra`: an advantage for each token, in place of its sample's."""
+METRIC_WEIGHTS = "metric_weights"
+"""[T] column of `TrainBatch.extra`: those of the trajectory mean, for metrics, where `loss_weights` are others."""
+SHAPED_REWARDS = "shaped_rewards"
+"""[B] column of `TrainBatch.extra`: what advantages are made of, where that is not the raw reward."""
 
 # One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
 StepPlan: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]

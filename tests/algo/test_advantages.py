@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.advantages import ESTIMATORS, group_advantages
+from vime.algo.advantages import group_advantages
 
 
 def test_the_std_is_of_the_sample():
@@ -62,9 +62,3 @@ def _centred(rewards, groups):
 def test_wrong_columns_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(*arguments)
-
-
-def test_the_registry_is_read_only():
-    assert ESTIMATORS["grpo"] is group_advantages
-    with pytest.raises(TypeError):
-        ESTIMATORS["mine"] = group_advantages

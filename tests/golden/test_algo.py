@@ -1,14 +1,11 @@
 """Every formula of vime/algo against the shared cases.
 
-Our choice where frameworks differ (cases/DISAGREEMENTS.md): group std with n-1, a group of one gets 0, siblings count
-once; dual clip for negative advantages only; low_var_kl limits k3 to +-10 and k3 itself is unlimited; the loss is the
-token mean per trajectory over a constant number of trajectories.
+Our choice where frameworks differ (cases/DISAGREEMENTS.md): dual clip for negative advantages only; low_var_kl limits
+k3 to +-10 and k3 itself is unlimited; the default loss is the token mean per trajectory over a constant number of
+trajectories, and the sequence mean counts empty sequences.
 
-Of the other kinds, `grading` is tested with the graders (tests/rewards), and these wait for their feature:
-ppo_loss at sequence level and policy_gradient with gspo (GSPO); cispo_loss and policy_gradient with cispo (CISPO);
-unbiased_* of kl and policy_gradient with unbiased_kl (--use-unbiased-kl); support of logprob (top-p, top-k training);
-rloo of group_advantages, reinforce_pp and reinforce_pp_baseline (REINFORCE++); tis (TIS, IcePop, MIS); opsm (OPSM);
-seq_mean, seq_sum and const_length of aggregate (other reducers). gae, whiten and value_loss are in test_ppo.py.
+Advantages are in test_advantages.py, PPO's critic in test_ppo.py, `grading` in tests/rewards. These wait for their
+feature: the support of logprob (top-p and top-k in training) and tis (TIS, IcePop, MIS).
 """
 
 from itertools import pairwise
@@ -18,24 +15,28 @@ import pytest
 import torch
 
 from tests.golden.loader import all_cases, check, columns, cu_seqlens, each_case, flat
-from vime.algo.advantages import group_advantages
+from vime.algo.cispo import cispo_loss
 from vime.algo.kl import kl_estimate
 from vime.algo.logprob import token_entropy, token_log_probs
 from vime.algo.mismatch import log_prob_abs_diff
-from vime.algo.policy_loss import ppo_clip_loss
-from vime.algo.reduce import token_loss_weights, token_mean_weights
+from vime.algo.opsm import on_policy_enough
+from vime.algo.policy_loss import clipped_loss, ppo_clip_loss
+from vime.algo.reduce import sequence_mean_weights, token_loss_weights, token_mean_weights, token_sum_weights
+from vime.algo.sequences import Sequences
 
 KINDS_WITH_A_TEST_HERE = {
-    "group_advantages",
     "ppo_loss",
+    "cispo_loss",
     "kl",
     "logprob",
     "aggregate",
     "abs_diff",
+    "opsm",
     "policy_gradient",
 }
+KINDS_OF_ADVANTAGES = {"group_advantages", "reinforce_pp", "reinforce_pp_baseline"}  # test_advantages.py
 KINDS_OF_PPO = {"gae", "whiten", "value_loss"}  # test_ppo.py
-KINDS_THAT_WAIT = {"reinforce_pp", "reinforce_pp_baseline", "cispo_loss", "tis", "opsm"}
+KINDS_THAT_WAIT = {"tis"}
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -44,20 +45,20 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def test_no_kind_of_case_is_forgotten():
-    assert {case["kind"] for case in all_cases()} == KINDS_WITH_A_TEST_HERE | KINDS_OF_PPO | KINDS_THAT_WAIT
+    elsewhere = KINDS_OF_ADVANTAGES | KINDS_OF_PPO | KINDS_THAT_WAIT
+    assert {case["kind"] for case in all_cases()} == KINDS_WITH_A_TEST_HERE | elsewhere
 
 
-@each_case("group_advantages")
-def test_group_advantages(case, dtype):
-    inputs = case["inputs"]
-    rewards = np.array(inputs["rewards"], dtype)
-    got = group_advantages(rewards, inputs["group_ids"], inputs.get("rollout_ids"), std_eps=case["params"]["eps"])
-    check(got, case, "grpo_unbiased_std", dtype)
-    centred = group_advantages(rewards, inputs["group_ids"], inputs.get("rollout_ids"), std_eps=None)
-    check(centred, case, "dr_grpo", dtype)
+def sequence_means(values: torch.Tensor, case: dict) -> torch.Tensor:
+    """[T] each token's mean over its row's tokens under mask 1; 0 under mask 0, where nothing is read."""
+    on = torch.from_numpy(flat(case["inputs"]["mask"])) != 0
+    rows = torch.repeat_interleave(torch.tensor([len(row) for row in case["inputs"]["mask"]]))
+    counts = torch.zeros(len(case["inputs"]["mask"])).index_add(0, rows[on], torch.ones(int(on.sum())))
+    means = Sequences(rows[on], counts.to(values.dtype)).mean(values[on])
+    return torch.zeros_like(values).index_put((on.nonzero()[:, 0],), means)
 
 
-@each_case("ppo_loss", where=lambda case: case["params"]["level"] == "token")
+@each_case("ppo_loss")
 @pytest.mark.parametrize("masked_value", ["as given", float("nan")])
 def test_ppo_loss(case, dtype, masked_value):
     p = case["params"]
@@ -65,13 +66,18 @@ def test_ppo_loss(case, dtype, masked_value):
     if masked_value != "as given":
         for column in (logp, old, advantages):
             column[mask == 0] = masked_value
-    got = ppo_clip_loss(
-        logp, old, advantages, eps_clip=p["eps_low"], eps_clip_high=p["eps_high"], eps_clip_c=p["dual_c"], mask=mask
-    )
+    bounds = dict(eps_clip=p["eps_low"], eps_clip_high=p["eps_high"], eps_clip_c=p["dual_c"], mask=mask)
     on = mask != 0
+    if p["level"] == "sequence":
+        got = clipped_loss(sequence_means(logp - old, case), advantages, **bounds)
+        starts = cu_seqlens(case)[:-1]
+        first = [int(start) + row.index(1) for start, row in zip(starts, case["inputs"]["mask"], strict=True)]
+        check(got.ratio[first], case, "ratio", dtype)
+    else:
+        got = ppo_clip_loss(logp, old, advantages, **bounds)
+        unmasked = {"expected": {"ratio": flat(case["expected"]["ratio"])[on.numpy()].tolist()}}  # also under mask 0
+        check(got.ratio[on], case | unmasked, "ratio", dtype)
     check(got.loss, case, "token_loss", dtype)
-    unmasked = {"expected": {"ratio": flat(case["expected"]["ratio"])[on.numpy()].tolist()}}  # given under mask 0, too
-    check(got.ratio[on], case | unmasked, "ratio", dtype)
     check(got.clipped, case, "clipped", dtype)
     check(got.dual_clipped, case, "dual_clipped", dtype)
 
@@ -84,6 +90,52 @@ def test_ppo_loss(case, dtype, masked_value):
     seq_mean = torch.from_numpy(token_loss_weights(mask.numpy(), borders, np.arange(rows), rows))
     check(weighted_sum(got.loss, seq_mean), case, "loss_seq_mean", dtype)
     check(weighted_sum(got.clipped.double(), seq_mean), case, "clipfrac_seq_mean", dtype)
+
+
+@each_case("cispo_loss")
+def test_cispo_loss(case, dtype):
+    p = case["params"]
+    logp, old, advantages, mask = columns(case, dtype, "logp", "logp_old", "advantages", "mask")
+    logp.requires_grad_()
+    bounds = dict(eps_clip=1 - p["ratio_lo"], eps_clip_high=p["ratio_hi"] - 1)
+    got = cispo_loss(logp, old, advantages, **bounds, mask=mask)
+    check(got.loss, case, "token_loss", dtype)
+    check(got.clipped, case, "clipped", dtype)
+    weight = got.ratio.clamp(p["ratio_lo"], p["ratio_hi"])[mask != 0]
+    of_tokens = {"expected": {"weight": flat(case["expected"]["weight"])[mask.numpy() != 0].tolist()}}
+    check(weight, case | of_tokens, "weight", dtype)
+    rows = len(case["inputs"]["mask"])
+    token_mean = torch.from_numpy(token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows)))
+    check(weighted_sum(got.loss, token_mean), case, "loss_token_mean", dtype)
+    seq_mean = sequence_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows), count_empty=False)
+    check(weighted_sum(got.loss, torch.from_numpy(seq_mean)), case, "loss_seq_mean", dtype)
+    got.loss.sum().backward()
+    check(logp.grad, case, "dloss_dlogp", dtype)
+
+
+@each_case("opsm")
+def test_off_policy_sequence_masking(case, dtype):
+    logp, old, mask = columns(case, dtype, "logp", "logp_old", "mask")
+    assert mask.all()
+    lengths = torch.tensor([len(row) for row in case["inputs"]["mask"]])
+    rows = torch.repeat_interleave(lengths)
+    advantages = torch.tensor(case["inputs"]["advantages"])[rows]
+    sequences = Sequences(rows, lengths.to(logp.dtype))
+    keep, moved = on_policy_enough(logp, old, advantages, sequences, delta=case["params"]["delta"])
+    first = cu_seqlens(case)[:-1]
+    check(moved[first], case, "seq_kl", dtype)
+    check(keep[first], case, "keep", dtype)
+    assert int((~keep[first]).sum()) == case["expected"]["dropped_sequences"]
+
+
+@each_case("kl", where=lambda case: "unbiased_k3" in case["expected"])
+@pytest.mark.parametrize(("kind", "key"), [("k1", "k1"), ("k3", "k3"), ("low_var_kl", "low_var_kl_clamp10")])
+def test_unbiased_kl(case, dtype, kind, key):
+    logp, old, ref, mask = columns(case, dtype, "logp", "logp_old", "logp_ref", "mask")
+    got = kl_estimate(logp, ref, kind, mask=mask, log_ratio=logp - old)
+    check(got, case, f"unbiased_{key}", dtype)
+    weights = token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(len(case["inputs"]["mask"])))
+    check(weighted_sum(got, torch.from_numpy(weights)), case, f"unbiased_{key}_token_mean", dtype)
 
 
 @each_case("kl")
@@ -113,9 +165,14 @@ def test_aggregation(case, dtype):
     """The weights are made once for the whole step; each shard then sums its own tokens."""
     x, mask = (c.numpy() for c in columns(case, dtype, "x", "mask"))
     borders, rollouts = cu_seqlens(case), np.array(case["inputs"]["rollout_ids"])
+    n, step = len(rollouts), np.zeros(len(rollouts))
     for key, weights in (
         ("rollout_mean", token_loss_weights(mask, borders, rollouts, case["params"]["n_global"])),
-        ("token_mean", token_mean_weights(mask, borders, np.zeros(len(rollouts)))),
+        ("token_mean", token_mean_weights(mask, borders, step)),
+        ("seq_mean_incl_empty", sequence_mean_weights(mask, borders, step)),
+        ("seq_mean_excl_empty", sequence_mean_weights(mask, borders, step, count_empty=False)),
+        ("seq_sum_incl_empty", token_sum_weights(mask, borders, n_global=n)),
+        ("const_length", token_sum_weights(mask, borders, n_global=n, length=case["params"]["l_max"])),
     ):
         want = case["expected"][key]
         rows = [slice(a, b) for a, b in pairwise(borders)]
@@ -138,11 +195,7 @@ def test_log_prob_difference(case, dtype):
     check(pooled.mean, case, "token_mean", dtype)
 
 
-def _uses_what_is_there(case):
-    return case["params"]["algo"] == "ppo" and not case["params"].get("unbiased_kl")
-
-
-@each_case("policy_gradient", where=_uses_what_is_there)
+@each_case("policy_gradient")
 def test_policy_gradient(case, dtype):
     """Loss and its gradient by autograd, through log-probs, ratio, clip, KL, entropy and reduction."""
     p, inputs = case["params"], case["inputs"]
@@ -152,17 +205,28 @@ def test_policy_gradient(case, dtype):
     old, advantages, mask = columns(case, dtype, "logp_old", "advantages", "mask")
     rows, temperature = len(inputs["mask"]), p.get("temperature", 1.0)
     log_probs = token_log_probs(logits, tokens, temperature=temperature)
-    loss = ppo_clip_loss(log_probs, old, advantages, eps_clip=p["eps_low"], eps_clip_high=p["eps_high"], mask=mask).loss
+    log_ratio = log_probs - old
+    if p["algo"] == "gspo":
+        log_ratio = sequence_means(log_ratio, case)
+    if p["algo"] == "cispo":
+        bounds = dict(eps_clip=1 - p["ratio_lo"], eps_clip_high=p["ratio_hi"] - 1)
+        loss = cispo_loss(log_probs, old, advantages, **bounds, mask=mask).loss
+    else:
+        bounds = dict(eps_clip=p["eps_low"], eps_clip_high=p["eps_high"])
+        loss = clipped_loss(log_ratio, advantages, **bounds, mask=mask).loss
+    if "is_weights" in inputs:
+        loss = loss * columns(case, dtype, "is_weights")[0]
     if "kl_coef" in p:
         (ref,) = columns(case, dtype, "logp_ref")
-        loss = loss + p["kl_coef"] * kl_estimate(log_probs, ref, p["kl_kind"], mask=mask)
+        ratio = log_ratio if p.get("unbiased_kl") else None
+        loss = loss + p["kl_coef"] * kl_estimate(log_probs, ref, p["kl_kind"], mask=mask, log_ratio=ratio)
     if "entropy_coef" in p:
         loss = loss - p["entropy_coef"] * token_entropy(logits, temperature=temperature)
     if p["agg"] == "token_mean":
         weights = token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows))
     else:
         assert p["agg"] == "seq_mean", p["agg"]
-        weights = token_loss_weights(mask.numpy(), cu_seqlens(case), np.arange(rows), rows)
+        weights = sequence_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows), count_empty=False)
     total = weighted_sum(loss, torch.from_numpy(weights))
     check(total, case, "loss", dtype)
     total.backward()

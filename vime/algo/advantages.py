@@ -54,9 +54,7 @@ def grpo(inputs: AdvantageInputs) -> FloatArray:
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2.
     """
-    return group_advantages(
-        inputs.penalised_rewards(), inputs.group_ids, inputs.trajectory_ids, std_eps=inputs.std_eps
-    )
+    return group_advantages(inputs.penalised_rewards(), inputs.group_ids, inputs.trajectory_ids, std_eps=inputs.std_eps)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> FloatArray:

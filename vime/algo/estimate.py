@@ -62,7 +62,9 @@ def _check(inputs: AdvantageInputs) -> None:
     b, t = len(inputs.cu_seqlens) - 1, int(inputs.cu_seqlens[-1])
     shapes = [x.shape for x in (inputs.rewards, inputs.group_ids, inputs.trajectory_ids)]
     if shapes != [(b,)] * 3 or inputs.mask.shape != (t,):
-        raise ValueError(f"{b} samples of {t} tokens need [B] rewards and ids and a [T] mask: {shapes}, {inputs.mask.shape}")
+        raise ValueError(
+            f"{b} samples of {t} tokens need [B] rewards and ids, a [T] mask: {shapes}, {inputs.mask.shape}"
+        )
     if not np.isfinite(inputs.rewards).all():
         bad = int(np.argmin(np.isfinite(inputs.rewards)))
         raise ValueError(f"the reward of sample {bad} is {inputs.rewards[bad]}; every reward must be finite")

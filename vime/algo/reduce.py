@@ -12,6 +12,35 @@ import numpy as np
 import numpy.typing as npt
 
 
+def aggregation_weights(
+    mode: str,
+    mask: npt.NDArray[Any],
+    cu_seqlens: npt.NDArray[Any],
+    *,
+    trajectory_ids: npt.NDArray[Any],
+    step_ids: npt.NDArray[Any],
+    n_global: int,
+    length: float,
+) -> npt.NDArray[np.float64]:
+    """[T] the weights of a value of --loss-agg-mode; what each reads is said at the functions below.
+
+    Args: length: the constant of seq-mean-token-sum-norm.
+    Raises: ValueError on an unknown mode.
+    """
+    match mode:
+        case "trajectory-mean":
+            return token_loss_weights(mask, cu_seqlens, trajectory_ids, n_global)
+        case "token-mean":
+            return token_mean_weights(mask, cu_seqlens, step_ids)
+        case "seq-mean-token-mean":
+            return sequence_mean_weights(mask, cu_seqlens, step_ids)
+        case "seq-mean-token-sum":
+            return token_sum_weights(mask, cu_seqlens, n_global=n_global)
+        case "seq-mean-token-sum-norm":
+            return token_sum_weights(mask, cu_seqlens, n_global=n_global, length=length)
+    raise ValueError(f"unknown aggregation {mode!r}")
+
+
 def token_loss_weights(
     mask: npt.NDArray[Any], cu_seqlens: npt.NDArray[Any], trajectory_ids: npt.NDArray[Any], n_global: int
 ) -> npt.NDArray[np.float64]:
@@ -39,7 +68,7 @@ def token_loss_weights(
 def token_mean_weights(
     mask: npt.NDArray[Any], cu_seqlens: npt.NDArray[Any], step_ids: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """Weights of the token mean over an optimizer step, as supervised training uses it.
+    """Weights of the token mean over an optimizer step (DAPO; supervised training).
 
     w[t] = mask[t] / (tokens under mask 1 of the sample's optimizer step).
 

@@ -13,8 +13,8 @@ from vime.algo.gae import gae
 def reinforce_plus_plus(inputs: AdvantageInputs) -> FloatArray:
     """The discounted return of each token, before whitening. [T], 0 under mask 0.
 
-    r_t = -penalty_t, and the sample's reward at its last token under mask 1 besides; G_t = r_t + gamma G_t', with t' the
-    next token under mask 1: what tools wrote is no step.
+    r_t = -penalty_t, and the sample's reward at its last token under mask 1 besides; G_t = r_t + gamma G_t', with t'
+    the next token under mask 1: what tools wrote is no step.
 
     Source: REINFORCE++, arXiv:2501.03262.
     """

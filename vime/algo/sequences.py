@@ -16,9 +16,9 @@ class Sequences:
     index: Tensor
     """[P] int64, from 0 to N - 1."""
     counts: Tensor
-    """[N] tokens under mask 1 of each whole sequence, those that other ranks hold included; same dtype as the values."""
+    """[N] tokens under mask 1 of each whole sequence, those that other ranks hold included, in the values' dtype."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """[N] -> [N], differentiable: the sum over ranks that hold parts of the same sequences. None: they are all here."""
+    """[N] -> [N], differentiable: the sum over ranks that hold parts of the same sequences. None: all is here."""
 
     def mean(self, values: Tensor) -> Tensor:
         """For each token the mean of `values` [P] over its whole sequence.

@@ -13,6 +13,7 @@ from vime.cli.parse import Catalogue, parse
 from vime.cli.resolve import build_config
 from vime.config import Config
 from vime.config.dtype import run_dtype
+from vime.config.estimators import needs_reference
 from vime.config.hf import read_model_config
 from vime.config.modes import generates
 from vime.config.parallel import parallel_sizes
@@ -169,7 +170,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         optimizer_offload_fraction=(
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
-        has_reference=config.algo.use_kl_loss,
+        has_reference=needs_reference(config.algo),
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         async_save=config.checkpoint.async_save,
     )

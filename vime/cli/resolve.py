@@ -12,7 +12,7 @@ from vime.cli.flag import Flag
 from vime.cli.help import print_help
 from vime.cli.parse import Catalogue, Parsed, parse
 from vime.cli.vime_flags import section_classes
-from vime.config import Config
+from vime.config import Config, estimators
 from vime.config.hf import local_checkpoint, read_model_config
 from vime.config.validate import Facts, validate
 from vime.config.validate_cluster import engine_devices
@@ -189,6 +189,10 @@ def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], o
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     fill("train", "global_batch_size", samples // (config.train.num_steps_per_rollout or 1))
     fill("algo", "eps_clip_high", algo.eps_clip)
+    fill("algo", "pg_loss_type", estimators.pg_loss_type(algo))
+    fill("algo", "loss_agg_mode", estimators.loss_agg_mode(algo))
+    fill("algo", "loss_agg_length", rollout.rollout_max_response_len)
+    fill("algo", "kl_loss_type", estimators.kl_type(algo))
     fill("eval", "eval_temperature", rollout.rollout_temperature)
     fill("eval", "eval_top_p", rollout.rollout_top_p)
     fill("eval", "eval_top_k", rollout.rollout_top_k)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vime.config.algo_section import AlgoConfig
 from vime.config.sections import (
-    AlgoConfig,
     CheckpointConfig,
     ClusterConfig,
     DataConfig,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vime.config.sections import AlgoConfig
+    from vime.config.algo_section import AlgoConfig
 
 TRAJECTORY_MEAN = "trajectory-mean"
 TOKEN_MEAN = "token-mean"

@@ -45,6 +45,12 @@ MINIMA: Mapping[str, float] = {
     "algo.eps_clip": 0,
     "algo.eps_clip_high": 0,
     "algo.kl_loss_coef": 0,
+    "algo.kl_coef": 0,
+    "algo.gamma": 0,
+    "algo.loss_agg_length": 1,
+    "algo.overlong_buffer_len": 1,
+    "algo.overlong_penalty_factor": 0,
+    "algo.opsm_delta": 0,
     "train.global_batch_size": 1,
     "train.num_steps_per_rollout": 1,
     "train.micro_batch_size": 1,
@@ -64,6 +70,7 @@ MINIMA: Mapping[str, float] = {
 }
 MAXIMA: Mapping[str, tuple[int, str]] = {
     "data.rollout_seed": (2**32 - 1, "numpy takes no larger seed"),
+    "algo.gamma": (1, "a discount"),
     "train.seed": (2**32 - 1, "numpy takes no larger seed"),
     "train.distributed_timeout_minutes": (365 * 24 * 60, "a year"),
 }

@@ -1,7 +1,8 @@
 """Every setting of vime's own, one frozen dataclass per concern. Flags and YAML names are generated from these.
 
-Upstream's names are kept. Settings that belong to Megatron, vLLM or vllm-router are not listed here: they keep their
-owners' names and travel in `Config.megatron`, `Config.vllm` and `Config.router`.
+Upstream's names are kept. The algorithm's section is in algo_section.py. Settings that belong to Megatron, vLLM or
+vllm-router are not listed here: they keep their owners' names and travel in `Config.megatron`, `Config.vllm` and
+`Config.router`.
 """
 
 from __future__ import annotations
@@ -202,32 +203,6 @@ class EvalConfig:
     eval_max_prompt_len: int | None = setting(None, "drop held-out prompts of more tokens; default: none is dropped")
     eval_max_context_len: int | None = setting(None, "default: --rollout-max-context-len")
     eval_reward_key: str | None = setting(None, "entry of a dict reward to report; default: --reward-key")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgoConfig:
-    """The algorithm. docs/algorithms gives each default's reason."""
-
-    loss_type: str = setting("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
-    advantage_estimator: str = setting("grpo", "how rewards become advantages", choices=("grpo",))
-    disable_grpo_std_normalization: bool = setting(False, "centre rewards but do not divide by the group's std")
-    disable_rewards_normalization: bool = setting(False, "use raw rewards as advantages")
-    custom_loss_function_path: str | None = setting(
-        None, "dotted path of a function (config, inputs, sum_of_sample_mean) -> (loss, metrics), for custom_loss"
-    )
-    custom_advantage_function_path: str | None = setting(
-        None, "dotted path of a function (config, batch) -> an advantage for each sample, or for each token"
-    )
-    custom_pg_loss_reducer_function_path: str | None = setting(
-        None, "dotted path of a function that weights each token's policy loss (docs/customization.md)"
-    )
-    eps_clip: float = setting(0.2, "lower clip bound of the ratio, as an offset from 1")
-    eps_clip_high: float | None = setting(None, "upper clip bound, as an offset from 1; default: --eps-clip")
-    eps_clip_c: float | None = setting(None, "dual-clip bound for negative advantages, above 1; default: off")
-    use_kl_loss: bool = setting(False, "add the KL to the reference model to the loss")
-    kl_loss_coef: float = setting(0.0, "its coefficient")
-    kl_loss_type: str = setting("k3", "its estimator", choices=("k1", "k2", "k3", "low_var_kl"))
-    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeAlias
 
 from vime.config import Config
+from vime.config.estimators import CONSTANT_LENGTH, ESTIMATORS, loss_agg_mode, needs_reference, pg_loss_type
 from vime.config.eval_sets import has_eval_sets
 from vime.config.modes import (
     SFT_ROLLOUT,
@@ -37,7 +38,40 @@ _RULES: tuple[Rule, ...] = (
         "nothing is left over without --over-sampling-batch-size above --rollout-batch-size",
     ),
     (("rollout.num_epoch",), lambda c: bool(c.rollout.num_rollout), "--num-rollout counts; give one of them"),
-    (("algo.kl_loss_type", "checkpoint.ref_load"), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
+    (
+        ("algo.kl_loss_type", "checkpoint.ref_load"),
+        lambda c: not needs_reference(c.algo),
+        "add --use-kl-loss, or --kl-coef",
+    ),
+    (("algo.use_unbiased_kl",), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
+    (("algo.opsm_delta",), lambda c: not c.algo.use_opsm, "add --use-opsm"),
+    (("algo.overlong_penalty_factor",), lambda c: c.algo.overlong_buffer_len is None, "add --overlong-buffer-len"),
+    (
+        ("algo.loss_agg_length",),
+        lambda c: loss_agg_mode(c.algo) != CONSTANT_LENGTH,
+        f"add --loss-agg-mode {CONSTANT_LENGTH}",
+    ),
+    (
+        ("algo.gamma",),
+        lambda c: not ESTIMATORS[c.algo.advantage_estimator].discounts,
+        "the estimator gives every token of a sample the same advantage; reinforce_plus_plus discounts",
+    ),
+    (
+        ("algo.normalize_advantages",),
+        lambda c: not c.algo.normalize_advantages and ESTIMATORS[c.algo.advantage_estimator].whitens,
+        "whitening is part of the estimator",
+    ),
+    (
+        ("algo.disable_grpo_std_normalization",),
+        lambda c: not ESTIMATORS[c.algo.advantage_estimator].divides_by_std,
+        "the estimator does not divide by a group's std",
+    ),
+    (
+        ("algo.eps_clip", "algo.eps_clip_high", "algo.eps_clip_c"),
+        lambda c: pg_loss_type(c.algo) == "reinforce" and c.algo.loss_type == "policy_loss",
+        "--pg-loss-type reinforce clips nothing",
+    ),
+    (("algo.eps_clip_c",), lambda c: pg_loss_type(c.algo) == "cispo", "cispo clips weights, not the update"),
     (
         ("train.stop_below", "train.stop_above", "train.stop_window"),
         lambda c: c.train.stop_metric is None,
@@ -206,6 +240,14 @@ _RULES: tuple[Rule, ...] = (
     (
         (
             "algo.advantage_estimator",
+            "algo.pg_loss_type",
+            "algo.loss_agg_mode",
+            "algo.loss_agg_length",
+            "algo.calculate_per_token_loss",
+            "algo.normalize_advantages",
+            "algo.overlong_buffer_len",
+            "algo.kl_coef",
+            "algo.use_opsm",
             "algo.disable_grpo_std_normalization",
             "algo.disable_rewards_normalization",
             "algo.eps_clip",
@@ -243,6 +285,8 @@ _RULES: tuple[Rule, ...] = (
             "algo.eps_clip",
             "algo.eps_clip_high",
             "algo.eps_clip_c",
+            "algo.pg_loss_type",
+            "algo.use_opsm",
             "algo.custom_pg_loss_reducer_function_path",
         ),
         lambda c: c.algo.loss_type == "custom_loss",
@@ -262,13 +306,22 @@ _RULES: tuple[Rule, ...] = (
         (
             "algo.disable_grpo_std_normalization",
             "algo.disable_rewards_normalization",
+            "algo.normalize_advantages",
+            "algo.kl_coef",
+            "algo.overlong_buffer_len",
             "reward.custom_reward_post_process_path",
         ),
         lambda c: c.algo.custom_advantage_function_path is not None,
         "--custom-advantage-function-path makes the advantages",
     ),
     (
-        ("algo.disable_grpo_std_normalization", "algo.disable_rewards_normalization"),
+        (
+            "algo.disable_grpo_std_normalization",
+            "algo.disable_rewards_normalization",
+            "algo.normalize_advantages",
+            "algo.kl_coef",
+            "algo.overlong_buffer_len",
+        ),
         lambda c: c.reward.custom_reward_post_process_path is not None,
         "--custom-reward-post-process-path makes the advantages",
     ),

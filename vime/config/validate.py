@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.config import Config, RolloutConfig
-from vime.config.modes import SFT_ROLLOUT, evaluates_without_trainer, reads_prompts, replays, trains
+from vime.config import Config
+from vime.config.modes import evaluates_without_trainer, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.unread_megatron import unread_megatron_settings
+from vime.config.validate_algo import check_algorithm
 from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_cluster import check_cluster, training_ranks
 from vime.config.validate_data import check_eval_sets, check_prompts
@@ -68,7 +69,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
     """Everything wrong with `config`, one sentence each; empty when a run may start."""
     of_training = (
         _batch_sizes(config),
-        _algorithm(config),
+        check_algorithm(config),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_recompute(config, facts.shape, stage_layers(config, facts.shape)),
         check_lengths(config, facts.max_position_embeddings),
@@ -203,50 +204,3 @@ def _divisors(total: int, near: int) -> str:
     small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
     found = {*small, *(total // d for d in small)}
     return ", ".join(str(d) for d in sorted(sorted(found, key=lambda d: (abs(d - near), d))[:3]))
-
-
-def _supervised(config: Config) -> Iterator[str]:
-    if (n := config.rollout.n_samples_per_prompt) != 1:
-        yield f"--n-samples-per-prompt is {n}, but supervised data has one answer to a prompt; use 1"
-    if config.data.label_key is None and not config.data.apply_chat_template and reads_prompts(config):
-        yield (
-            "--label-key is required with supervised data: the key of the answer; or --apply-chat-template, if "
-            f"--input-key {config.data.input_key} holds whole conversations"
-        )
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    algo = config.algo
-    if algo.loss_type == "sft_loss":
-        if config.rollout.rollout_function_path == RolloutConfig().rollout_function_path:
-            yield (
-                "--loss-type sft_loss takes answers from the data, but the default rollout function samples; set "
-                f"--rollout-function-path {SFT_ROLLOUT}"
-            )
-        if config.rollout.rollout_function_path == SFT_ROLLOUT and not replays(config):
-            yield from _supervised(config)
-        return
-    if config.rollout.rollout_function_path == SFT_ROLLOUT:
-        yield (
-            f"--rollout-function-path {SFT_ROLLOUT} takes answers from the data and samples nothing, which is for "
-            "--loss-type sft_loss"
-        )
-    if algo.eps_clip >= 1:
-        yield f"--eps-clip is {algo.eps_clip}, an offset from 1 that must be below 1: the lower bound is 1 - eps_clip"
-    if algo.eps_clip_c is not None and algo.eps_clip_c <= 1:
-        yield f"--eps-clip-c is {algo.eps_clip_c}, but the dual clip needs a bound above 1"
-    if algo.use_kl_loss and algo.kl_loss_coef == 0:
-        yield "--use-kl-loss with --kl-loss-coef 0 runs a reference model for nothing; set a coefficient, or drop it"
-    if not algo.use_kl_loss and algo.kl_loss_coef != 0:
-        yield f"--kl-loss-coef is {algo.kl_loss_coef}, but the KL is not in the loss; add --use-kl-loss"
-    if (
-        config.rollout.n_samples_per_prompt == 1
-        and algo.advantage_estimator == "grpo"
-        and not algo.disable_rewards_normalization
-        and config.reward.custom_reward_post_process_path is None
-        and algo.custom_advantage_function_path is None
-    ):
-        yield (
-            "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "
-            "more, or --disable-rewards-normalization"
-        )

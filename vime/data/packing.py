@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from vime.data.balance import Bin, Loads, best_fit, deal, even_out, spread
 from vime.errors import DataError
 from vime.types import StepPlan
@@ -150,3 +153,11 @@ def _fill(loads: Loads, dp_size: int, max_tokens: int, multiple: int) -> list[Bi
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def step_ids(steps: Sequence[StepPlan], num_samples: int) -> npt.NDArray[np.int64]:
+    """[B] the optimizer step that each sample is in, from 0."""
+    ids = np.empty(num_samples, np.int64)
+    for k, step in enumerate(steps):
+        ids[[i for rank in step for micro in rank for i in micro]] = k
+    return ids

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vime.algo.advantages import ESTIMATORS, STD_EPS
-from vime.algo.reduce import token_loss_weights, token_mean_weights
 from vime.config import AlgoConfig, TrainConfig
 from vime.config.parallel import ParallelSizes
-from vime.data.packing import plan_steps
+from vime.data.packing import plan_steps, step_ids
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.columns import sample_columns, sample_name
+from vime.loop.learning_signal import learning_signal, loss_weights
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
 from vime.types import PG_WEIGHTS, Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
@@ -32,6 +31,7 @@ def make_train_batch(
     sizes: ParallelSizes = ParallelSizes(),  # noqa: B008 - frozen
     model: ModelSettings | None = None,
     hooks: BatchHooks | None = None,
+    max_response_len: int | None = None,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
 
@@ -47,9 +47,11 @@ def make_train_batch(
             many times more.
         model: whose FLOPs balance the ranks; None: tokens do.
         hooks: the run's own functions for columns, rewards and reduction.
+        max_response_len: tokens a response may have; for --overlong-buffer-len.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
-        sft_loss the advantages are 0 and a missing reward is NaN.
+        sft_loss the advantages are 0 and a missing reward is NaN. With --kl-coef they are 0 until the trainer, which
+        knows the KL, makes them.
     Raises: DataError naming the sample: an empty batch; a sample that failed or was never generated; a missing, NaN or
         ambiguous reward, or a token that is trainable but has no rollout log-prob (policy_loss only); a sample too
         long for a micro-batch. ConfigError on an estimator or loss type this function does not know.
@@ -81,28 +83,29 @@ def make_train_batch(
         sizes=sizes,
         train=train,
     )
+    metrics: Metrics = {}
+    advantages: npt.NDArray[np.float64] | None = None
     if is_policy:
         names = [sample_name(s) for s in samples] if converted is None else [f"row {i}" for i in range(len(lengths))]
         _check_log_probs(names, mask, columns["rollout_log_probs"], cu_seqlens)
-        own = hooks.rewards(samples, num_rows=len(lengths)) if hooks is not None else None
-        rewards, advantages = own or (rewards, _advantages(rewards, group_ids, trajectory_ids, algo))
-        weights = token_loss_weights(mask, cu_seqlens, trajectory_ids, global_batch_size)
-        pg_weights = (
-            hooks.pg_weights(mask, cu_seqlens, trajectory_ids, global_batch_size) if hooks is not None else None
+        rewards, advantages, more, metrics = learning_signal(
+            samples, columns, cu_seqlens, algo, hooks=hooks, max_response_len=max_response_len
         )
-        if pg_weights is not None:
-            extra[PG_WEIGHTS] = pg_weights
-    else:
-        advantages = np.zeros(len(lengths))
-        weights = token_mean_weights(mask, cu_seqlens, _step_of_sample(steps, len(lengths)))
+        extra |= more
+    ids = step_ids(steps, len(lengths))
+    weights, more = loss_weights(mask, cu_seqlens, trajectory_ids, ids, algo, global_batch_size)
+    extra |= more
+    if is_policy and hooks is not None:
+        pg_weights = hooks.pg_weights(mask, cu_seqlens, trajectory_ids, global_batch_size)
+        extra |= {} if pg_weights is None else {PG_WEIGHTS: pg_weights}
     batch = TrainBatch(
         rollout_id=rollout_id,
         tokens=columns["tokens"],
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
         rollout_log_probs=columns["rollout_log_probs"],
-        loss_weights=weights.astype(np.float32),
-        advantages=advantages.astype(np.float32),
+        loss_weights=weights,
+        advantages=np.zeros(len(lengths), np.float32) if advantages is None else advantages.astype(np.float32),
         rewards=rewards.astype(np.float32),
         group_ids=group_ids,
         trajectory_ids=trajectory_ids,
@@ -111,7 +114,8 @@ def make_train_batch(
         truncated=columns["truncated"],
         extra=extra,
     )
-    return batch, _metrics(batch, rewards, advantages, is_policy=is_policy)
+    metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
+    return batch, metrics
 
 
 def _check_sample(s: Sample, is_policy: bool) -> None:
@@ -141,25 +145,6 @@ def _check_log_probs(
         )
 
 
-def _advantages(
-    rewards: npt.NDArray[np.float64],
-    group_ids: npt.NDArray[np.int64],
-    trajectory_ids: npt.NDArray[np.int64],
-    algo: AlgoConfig,
-) -> npt.NDArray[np.float64]:
-    if algo.disable_rewards_normalization:
-        return rewards.copy()
-    if algo.advantage_estimator not in ESTIMATORS:
-        raise ConfigError(
-            f"--advantage-estimator is {algo.advantage_estimator!r}; known are {', '.join(sorted(ESTIMATORS))}"
-        )
-    std_eps = None if algo.disable_grpo_std_normalization else STD_EPS
-    try:
-        return ESTIMATORS[algo.advantage_estimator](rewards, group_ids, trajectory_ids, std_eps=std_eps)
-    except ValueError as e:
-        raise DataError(f"advantages cannot be computed: {e}") from e
-
-
 def _plan(
     lengths: npt.NDArray[np.int64],
     trajectory_ids: npt.NDArray[np.int64],
@@ -186,15 +171,8 @@ def _plan(
     )
 
 
-def _step_of_sample(steps: Sequence[StepPlan], num_samples: int) -> npt.NDArray[np.int64]:
-    step_ids = np.empty(num_samples, np.int64)
-    for k, step in enumerate(steps):
-        step_ids[[i for rank in step for micro in rank for i in micro]] = k
-    return step_ids
-
-
 def _metrics(
-    batch: TrainBatch, rewards: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64], *, is_policy: bool
+    batch: TrainBatch, rewards: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64] | None, *, is_policy: bool
 ) -> Metrics:
     """What the batch says of the rollout; over trajectories, siblings once. Definitions: observability/metrics.py."""
     _, first = np.unique(batch.trajectory_ids, return_index=True)
@@ -211,10 +189,12 @@ def _metrics(
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
     np.minimum.at(low, group, values)
     np.maximum.at(high, group, values)
-    for name, column in (("raw_reward", values), ("advantages", advantages[first])):
+    summarised = {"raw_reward": values} | ({} if advantages is None else {"advantages": advantages[first]})
+    for name, column in summarised.items():
         metrics[f"rollout/{name}"] = float(column.mean())
         metrics[f"rollout/{name}/min"] = float(column.min())
         metrics[f"rollout/{name}/max"] = float(column.max())
-    metrics["rollout/rewards"] = metrics["rollout/advantages"]
+    if advantages is not None:
+        metrics["rollout/rewards"] = metrics["rollout/advantages"]
     metrics["rollout/zero_std"] = float((low == high).mean())
     return metrics

@@ -38,6 +38,8 @@ rollout/rewards | reward | mean over trajectories of the reward after the estima
 rollout/advantages | 1 | mean advantage over trajectories
 rollout/advantages/{min,max} | 1 | smallest and largest of them
 rollout/{rollout_log_probs,log_probs,ref_log_probs} | nats | mean log-prob of the trainable tokens under the engine, the trainer before its first update, and the reference; per trajectory, then over the batch
+rollout/kl | nats | KL of the policy before the step to the reference under --kl-coef (--kl-loss-type, trajectory mean), before its coefficient
+rollout/overlong_penalty | reward | mean over trajectories of what --overlong-buffer-len adds to the reward, 0 or less
 rollout/zero_std | ratio | groups trained on whose trajectories all have the same reward, so that they teach nothing
 rollout/zero_std/count_<reward> | groups | generated groups, kept or dropped, whose rewards all equal this value
 rollout/total_lengths | tokens | mean length of a sample trained on, prompt and response
@@ -67,10 +69,14 @@ passrate/pass@<k> | ratio | probability that one of k trajectories of a prompt t
 staleness/{mean,max} | versions | policy version the trainer holds minus that of a sample's oldest trainable token, over samples trained on
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
 train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
-train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its product with --entropy-coef
-train/pg_clipfrac | ratio | tokens whose clipped branch was the larger loss, so that they had no gradient (trajectory mean)
+train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its aggregation by --loss-agg-mode times --entropy-coef
+train/pg_clipfrac | ratio | tokens whose clipped branch was the larger loss, so that they had no gradient; with cispo, whose weight was clipped (trajectory mean)
+train/pg_clipfrac_{low,high} | ratio | those of them below the lower bound and above the upper
+train/pg_clipfrac_dual | ratio | tokens of negative advantage whose loss --eps-clip-c limited, so that they had no gradient (trajectory mean)
+train/opsm_clipfrac | ratio | tokens of negative advantage that --use-opsm left out, their sequence being too far from the policy that sampled it (trajectory mean)
+train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (trajectory mean); 1 until the policy moves
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout
-train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient
+train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens
 train/grad_norm | 1 | norm of the gradient before clipping

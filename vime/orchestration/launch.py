@@ -275,6 +275,7 @@ def _build_stages(
             reward_key=config.reward.reward_key,
             global_batch_size=sizes.global_batch_size(config),
             hooks=hooks,
+            max_response_len=config.rollout.rollout_max_response_len,
         )
 
     return Stages(

@@ -90,6 +90,8 @@ class MicroBatch:
     """[P] positions in the batch's token columns."""
     samples: npt.NDArray[np.int64]
     """[P] sample index of each wanted token."""
+    members: npt.NDArray[np.int64]
+    """[samples] ascending: all that are here, the same on every rank that has a part of them. At least one."""
 
 
 def pack(
@@ -151,6 +153,7 @@ def pack(
         packed=packed,
         wanted=wanted,
         samples=np.repeat(numbers, local)[rows],
+        members=np.unique(np.asarray(samples, dtype=np.int64)),
     )
 
 

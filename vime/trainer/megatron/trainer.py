@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vime.config import Config
+from vime.config.estimators import needs_reference
 from vime.errors import TrainingError
 from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
@@ -29,7 +30,9 @@ from vime.trainer.megatron import (
     fixes,
     forward,
     hf_io,
+    kl_in_reward,
     layers,
+    micro_loss,
     model,
     offload,
     packing,
@@ -44,7 +47,7 @@ from vime.trainer.megatron import (
 )
 from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.reference import build_reference
-from vime.trainer.megatron.user_hooks import TrainerHooks
+from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage, make_buckets
 
@@ -124,7 +127,7 @@ class MegatronTrainer:
             chunk.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
         self._reference: list[torch.nn.Module] = []
-        if self._config.algo.use_kl_loss:
+        if needs_reference(self._config.algo):
             folder = Path(self._config.checkpoint.ref_load or self._source)
             self._reference = build_reference(
                 folder, self._model, self._names, self._new_model, policy_folder=self._source
@@ -228,16 +231,21 @@ class MegatronTrainer:
         mask = batch.loss_mask.astype(np.bool_)
         policy_loss = self._config.algo.loss_type != "sft_loss"
         old = reference = None
-        if policy_loss and (len(batch.steps) > 1 or self._hooks.reads_old_log_probs):
+        in_reward = policy_loss and self._config.algo.kl_coef != 0
+        if policy_loss and (len(batch.steps) > 1 or in_reward or self._hooks.reads_old_log_probs):
             with self._timed(metrics, "log_probs"):
                 old = self._batch_log_probs(self._forward, batch, mask)
         if self._reference:
             with self._timed(metrics, "ref_log_probs"):
                 reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
+        if in_reward:
+            assert old is not None and reference is not None, "--kl-coef needs both"
+            batch, metrics_of_kl = kl_in_reward.with_advantages(batch, old, reference, self._config.algo)
+            metrics |= metrics_of_kl | advantage_metrics(batch)
         batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
         metrics |= own
         mask = batch.loss_mask.astype(np.bool_)
-        columns = train_step.Columns(old, reference)
+        columns = micro_loss.Columns(old, reference)
         with self._timed(metrics, "actor_train"):
             results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
             self._policy.finish_param_gather()
@@ -245,7 +253,7 @@ class MegatronTrainer:
             if old is None:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
             metrics |= agreement_metrics(batch, mask, old, reference)
-        metrics |= train_step.result_metrics(results, with_own_loss=self._hooks.loss is not None)
+        metrics |= train_step.result_metrics(results)
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
         metrics["train/global_batch_size"] = float(batch.global_batch_size)
@@ -269,7 +277,7 @@ class MegatronTrainer:
         return self._spans.take()
 
     def _train_step(
-        self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: train_step.Columns
+        self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: micro_loss.Columns
     ) -> train_step.StepResult:
         if self._hooks.before_step is not None:
             self._policy.finish_param_gather()

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.algo.reduce import token_loss_weights
+from vime.algo.reduce import aggregation_weights, token_loss_weights
 from vime.config import Config, hook_table
+from vime.config.estimators import loss_agg_mode
 from vime.config.hooks import UserFunction
+from vime.data.packing import step_ids
 from vime.protocols import LossInputs, TrainerContext
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy, PolicyModel
-from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
+from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
 
 # What a function that changes the batch must leave as it is: the plan and the packing rest on them.
 _FIXED = ("tokens", "cu_seqlens", "group_ids", "trajectory_ids")
@@ -100,10 +102,10 @@ class TrainerHooks:
         metrics: Metrics = {}
         if self.advantage is not None:
             batch = _with_advantages(self.advantage, batch, self.advantage(self.context, batch))
-            metrics = _advantage_metrics(batch)
+            metrics = advantage_metrics(batch)
         if self.postprocess is not None:
             changed = self.postprocess(self.context, batch.rollout_id, batch)
-            batch = batch if changed is None else _checked_batch(self.postprocess, batch, changed)
+            batch = batch if changed is None else _checked_batch(self.postprocess, batch, changed, self.context.config)
         return batch, metrics
 
     def own_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
@@ -159,7 +161,7 @@ def _with_advantages(function: UserFunction, batch: TrainBatch, result: Any) -> 
     return replace(batch, advantages=values)
 
 
-def _advantage_metrics(batch: TrainBatch) -> Metrics:
+def advantage_metrics(batch: TrainBatch) -> Metrics:
     """rollout/advantages over trajectories; of advantages per token, each sample's mean over tokens under mask 1."""
     values = batch.advantages
     if (per_token := batch.extra.get(TOKEN_ADVANTAGES)) is not None:
@@ -172,7 +174,7 @@ def _advantage_metrics(batch: TrainBatch) -> Metrics:
     return {name: float(chosen.mean()), f"{name}/min": float(chosen.min()), f"{name}/max": float(chosen.max())}
 
 
-def _checked_batch(function: UserFunction, before: TrainBatch, after: Any) -> TrainBatch:
+def _checked_batch(function: UserFunction, before: TrainBatch, after: Any, config: Config) -> TrainBatch:
     if not isinstance(after, TrainBatch):
         raise function.refuse(after, "a TrainBatch or None")
     for name in _FIXED:
@@ -189,5 +191,23 @@ def _checked_batch(function: UserFunction, before: TrainBatch, after: Any) -> Tr
             f"changed loss_mask, but left extra[{PG_WEIGHTS!r}], which --custom-pg-loss-reducer-function-path made for "
             "the mask before; give both"
         )
-    weights = token_loss_weights(after.loss_mask, after.cu_seqlens, after.trajectory_ids, after.global_batch_size)
-    return replace(after, loss_weights=weights.astype(np.float32))
+    return _reweighted(after, config)
+
+
+def _reweighted(batch: TrainBatch, config: Config) -> TrainBatch:
+    """The batch with the weights that fit its mask."""
+    algo, mask, cu = config.algo, batch.loss_mask, batch.cu_seqlens
+    weights = aggregation_weights(
+        loss_agg_mode(algo),
+        mask,
+        cu,
+        trajectory_ids=batch.trajectory_ids,
+        step_ids=step_ids(batch.steps, batch.num_samples),
+        n_global=batch.global_batch_size,
+        length=algo.loss_agg_length or config.rollout.rollout_max_response_len,
+    )
+    extra = dict(batch.extra)
+    if METRIC_WEIGHTS in extra:
+        of_metrics = token_loss_weights(mask, cu, batch.trajectory_ids, batch.global_batch_size)
+        extra[METRIC_WEIGHTS] = of_metrics.astype(np.float32)
+    return replace(batch, loss_weights=weights.astype(np.float32), extra=extra)

@@ -1,0 +1,224 @@
+"""The loss of one micro-batch, as the run is configured, and the sums that are logged of it.
+
+P wanted tokens of a micro-batch. Everything is a plain sum over tokens: the weights hold every divisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vime.algo.cispo import cispo_loss
+from vime.algo.kl import kl_estimate
+from vime.algo.opsm import on_policy_enough
+from vime.algo.policy_loss import PolicyLoss, clipped_loss
+from vime.algo.reinforce import reinforce_loss
+from vime.algo.sequences import Sequences
+from vime.config import AlgoConfig
+from vime.config.estimators import kl_type, pg_loss_type
+from vime.protocols import LossInputs
+from vime.trainer.megatron import parallel
+from vime.trainer.megatron.packing import MicroBatch
+from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
+
+OwnLoss: TypeAlias = Callable[[LossInputs], tuple[Tensor, Mapping[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the loss reads beside the batch. Both [T] float32, NaN where unknown."""
+
+    old_log_probs: npt.NDArray[np.float32] | None
+    """None: the policy has not moved yet, so its own detached log-probs are the old ones."""
+    ref_log_probs: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """Of one micro-batch."""
+
+    loss: Tensor
+    """Its summand of the step's loss, differentiable."""
+    sums: Tensor
+    """[names] its summands of what is logged, detached, in the order of `sum_names`."""
+    log_probs: Tensor
+    """[P] detached."""
+    wanted: npt.NDArray[np.int64]
+    own: Mapping[str, float]
+    """What a custom loss function reported."""
+
+
+def sum_names(algo: AlgoConfig, *, with_own_loss: bool) -> tuple[str, ...]:
+    """What is summed over a step's tokens under these settings, by its name under train/."""
+    names = ["loss", "pg_loss", "ppo_kl", "kl_loss", "entropy_loss"]
+    if with_own_loss:
+        return tuple(names)
+    names.append("pg_clipfrac")
+    if algo.loss_type == "policy_loss":
+        names += ["ratio", "pg_clipfrac_low", "pg_clipfrac_high"]
+        names += ["pg_clipfrac_dual"] if algo.eps_clip_c is not None else []
+        names += ["opsm_clipfrac"] if algo.use_opsm else []
+    return tuple(names)
+
+
+def micro_loss(
+    log_probs: Tensor,
+    entropy: Tensor,
+    micro: MicroBatch,
+    batch: TrainBatch,
+    columns: Columns,
+    algo: AlgoConfig,
+    own_loss: OwnLoss | None,
+) -> MicroLoss:
+    """The loss of one micro-batch, differentiable, and the sums to log; nothing waits for the device.
+
+    Args:
+        log_probs, entropy: [P] of the model, differentiable.
+        own_loss: in the place of the policy loss.
+    """
+    read = _Reader(batch, micro, log_probs.device)
+    weights = read.tokens(batch.loss_weights)
+    of_metrics = read.tokens(batch.extra[METRIC_WEIGHTS]) if METRIC_WEIGHTS in batch.extra else weights
+    detached = log_probs.detach()
+    old = detached if columns.old_log_probs is None else read.tokens(columns.old_log_probs)
+    logged: dict[str, Tensor] = {}
+    own: Mapping[str, float] = {}
+    log_ratio = log_probs - old
+    if own_loss is not None:
+        main, own = own_loss(_loss_inputs(log_probs, entropy, old, columns, read))
+        if not len(micro.wanted):
+            main = main + log_probs.sum()  # of nothing, but backward must run: other ranks may wait for this one there
+    elif algo.loss_type == "sft_loss":
+        main = -(weights * log_probs).sum()
+    else:
+        if pg_loss_type(algo) == "gspo":
+            log_ratio = read.sequences().mean(log_ratio)
+        token_loss, logged = _policy_loss(log_probs, old, log_ratio, read, algo)
+        main = (read.tokens(batch.extra.get(PG_WEIGHTS, batch.loss_weights)) * token_loss).sum()
+    if own_loss is not None or algo.loss_type == "policy_loss":
+        logged["ppo_kl"] = old - detached
+    loss = main
+    if columns.ref_log_probs is not None and algo.use_kl_loss:
+        reference = read.tokens(columns.ref_log_probs)
+        kl = kl_estimate(log_probs, reference, kl_type(algo), log_ratio=log_ratio if algo.use_unbiased_kl else None)
+        loss = loss + algo.kl_loss_coef * (weights * kl).sum()
+        logged["kl_loss"] = kl
+    logged["entropy_loss"] = entropy
+    if algo.entropy_coef:
+        loss = loss - algo.entropy_coef * (weights * entropy).sum()
+    sums = {name: (of_metrics * values.detach()).sum() for name, values in logged.items()}
+    sums |= {"loss": loss.detach(), "pg_loss": main.detach()}
+    zero = detached.new_zeros(())
+    names = sum_names(algo, with_own_loss=own_loss is not None)
+    return MicroLoss(loss, torch.stack([sums.get(name, zero) for name in names]), detached, micro.wanted, own)
+
+
+def _policy_loss(
+    log_probs: Tensor, old: Tensor, log_ratio: Tensor, read: _Reader, algo: AlgoConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[P] the policy loss of each token, differentiable, and what is logged of each."""
+    advantages = read.advantages()
+    result: PolicyLoss
+    match pg_loss_type(algo):
+        case "cispo":
+            result = cispo_loss(log_probs, old, advantages, eps_clip=algo.eps_clip, eps_clip_high=algo.eps_clip_high)
+        case "reinforce":
+            result = reinforce_loss(log_probs, old, advantages)
+        case _:
+            result = clipped_loss(
+                log_ratio,
+                advantages,
+                eps_clip=algo.eps_clip,
+                eps_clip_high=algo.eps_clip_high,
+                eps_clip_c=algo.eps_clip_c,
+            )
+    logged = {
+        "ratio": result.ratio,
+        "pg_clipfrac": result.clipped,
+        "pg_clipfrac_low": result.clipped & (result.ratio < 1),
+        "pg_clipfrac_high": result.clipped & (result.ratio > 1),
+        "pg_clipfrac_dual": result.dual_clipped,
+    }
+    if not algo.use_opsm:
+        return result.loss, logged
+    sampled = read.tokens(read.batch.rollout_log_probs)
+    keep, _ = on_policy_enough(log_probs, sampled, advantages, read.sequences(), delta=algo.opsm_delta)
+    # Selected, not multiplied: a dropped token's ratio may be infinite, and its gradient would be NaN.
+    return torch.where(keep, result.loss, torch.zeros_like(result.loss)), logged | {"opsm_clipfrac": ~keep}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A batch's columns as a micro-batch's tokens see them, on the device."""
+
+    batch: TrainBatch
+    micro: MicroBatch
+    device: torch.device
+
+    def tokens(self, column: npt.NDArray[Any]) -> Tensor:
+        """[P] of a [T] column."""
+        return torch.from_numpy(column[self.micro.wanted]).to(self.device, non_blocking=True)
+
+    def samples(self, column: npt.NDArray[Any]) -> Tensor:
+        """[P] of a [B] column."""
+        return torch.from_numpy(column[self.micro.samples]).to(self.device, non_blocking=True)
+
+    def advantages(self) -> Tensor:
+        """[P]"""
+        per_token = self.batch.extra.get(TOKEN_ADVANTAGES)
+        return self.samples(self.batch.advantages) if per_token is None else self.tokens(per_token)
+
+    def sequences(self) -> Sequences:
+        """Which sequence each token belongs to. Collective in use: context-parallel ranks have parts of them."""
+        members, cu = self.micro.members, self.batch.cu_seqlens
+        counts = np.array([np.count_nonzero(self.batch.loss_mask[cu[i] : cu[i + 1]]) for i in members], np.float32)
+        return Sequences(
+            index=torch.from_numpy(np.searchsorted(members, self.micro.samples)).to(self.device, non_blocking=True),
+            counts=torch.from_numpy(counts).to(self.device, non_blocking=True),
+            sum_over_ranks=_SumOverContextRanks.apply if parallel.cp_size() > 1 else None,
+        )
+
+
+class _SumOverContextRanks(torch.autograd.Function):
+    """The sum over context-parallel ranks. Every rank's loss depends on it, so that gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return _all_reduced(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _all_reduced(grad)
+
+
+def _all_reduced(values: Tensor) -> Tensor:
+    total = values.clone()
+    torch.distributed.all_reduce(total, group=parallel.cp_group())
+    return total
+
+
+def _loss_inputs(log_probs: Tensor, entropy: Tensor, old: Tensor, columns: Columns, read: _Reader) -> LossInputs:
+    """What a custom loss function sees of a micro-batch."""
+    batch, micro, ref = read.batch, read.micro, columns.ref_log_probs
+    num_tokens = len(batch.tokens)
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        old_log_probs=old,
+        rollout_log_probs=read.tokens(batch.rollout_log_probs),
+        ref_log_probs=None if ref is None else read.tokens(ref),
+        advantages=read.advantages(),
+        weights=read.tokens(batch.loss_weights),
+        tokens=read.tokens(batch.tokens).long(),
+        samples=torch.from_numpy(micro.samples).to(log_probs.device),
+        extra={
+            name: read.tokens(values) if len(values) == num_tokens else read.samples(values)
+            for name, values in batch.extra.items()
+        },
+    )
