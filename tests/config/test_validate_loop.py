@@ -32,11 +32,6 @@ def test_evaluation_is_of_the_weights_just_trained() -> None:
     assert problem.endswith("use a multiple of 2")
 
 
-def test_engines_that_share_the_devices_get_weights_each_time() -> None:
-    (problem,) = check_loop(config(cluster=ClusterConfig(colocate=True)))
-    assert problem.startswith("--update-weights-interval is 2, but with --colocate")
-
-
 def test_what_generates_while_it_trains_cannot_take_turns_on_the_devices() -> None:
     colocated = config(1, cluster=ClusterConfig(colocate=True))
     assert list(check_loop(colocated)) == []

@@ -54,11 +54,16 @@ def grpo_flags(task: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def start_train() -> Callable[..., subprocess.Popen[str]]:
-    """A function (*flags, environment) that starts train.py in a process group of its own, output piped."""
+    """A function (*flags, environment, program) that starts train.py, or train_async.py, in a process group of its own.
 
-    def start(*flags: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
+    Its output is piped.
+    """
+
+    def start(
+        *flags: str, environment: Mapping[str, str] = os.environ, program: str = "train.py"
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "train.py", *flags],
+            [sys.executable, program, *flags],
             cwd=ROOT,
             env={**environment, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path()},
             stdin=subprocess.DEVNULL,
@@ -73,10 +78,10 @@ def start_train() -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture(scope="session")
 def run_train(start_train: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
-    """A function (*flags) that runs train.py to its end and gives its output; any exit code but 0 fails the test."""
+    """As `start_train`, but runs to the end and gives the output; any exit code but 0 fails the test."""
 
-    def run(*flags: str) -> str:
-        process = start_train(*flags)
+    def run(*flags: str, program: str = "train.py") -> str:
+        process = start_train(*flags, program=program)
         output, _ = process.communicate(timeout=900)  # a run takes half a minute where nothing else runs
         assert process.returncode == 0, output
         return output

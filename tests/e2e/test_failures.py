@@ -86,22 +86,24 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+ONE_STEP_AHEAD = pytest.param("train_async.py", marks=pytest.mark.slow)
+PROGRAMS = pytest.mark.parametrize("program", ["train.py", ONE_STEP_AHEAD])
+
+
 @pytest.fixture
 def running(
     start_train: Callable[..., subprocess.Popen[str]], grpo_flags: list[str], tmp_path: Path
 ) -> Callable[..., Running]:
-    def start(*flags: str) -> Running:
-        return Running(
-            start_train(
-                *grpo_flags, "--run-dir", str(tmp_path), "--num-rollout", "500", "--skip-eval-before-train", *flags
-            )
-        )
+    def start(*flags: str, program: str = "train.py") -> Running:
+        length = ("--num-rollout", "500", "--skip-eval-before-train")
+        return Running(start_train(*grpo_flags, "--run-dir", str(tmp_path), *length, *flags, program=program))
 
     return start
 
 
-def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..., Running]) -> None:
-    run = running()
+@PROGRAMS
+def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..., Running], program: str) -> None:
+    run = running(program=program)
     run.wait_for("rollout   1/500")
     run.find("vime.engine.vllm.launch").kill()
     assert run.end() == 1
@@ -109,8 +111,9 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..
     assert run.left_behind() == []
 
 
-def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[..., Running]) -> None:
-    run = running()
+@PROGRAMS
+def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[..., Running], program: str) -> None:
+    run = running(program=program)
     run.wait_for("rollout   1/500")
     run.find("TrainerWorker").kill()
     assert run.end() == 1
@@ -118,12 +121,19 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize(("kill", "number"), [(os.kill, signal.SIGINT), (os.killpg, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("kill", "number", "program"),
+    [
+        (os.kill, signal.SIGINT, "train.py"),
+        (os.killpg, signal.SIGTERM, "train.py"),
+        pytest.param(os.kill, signal.SIGINT, "train_async.py", marks=pytest.mark.slow),
+    ],
+)
 def test_interrupting_ends_every_process_and_the_key_was_written_nowhere(
-    running: Callable[..., Running], tmp_path: Path, kill: Callable[[int, int], None], number: int
+    running: Callable[..., Running], tmp_path: Path, kill: Callable[[int, int], None], number: int, program: str
 ) -> None:
     """However often it is asked to, also with its whole process group, and with every checkpoint whole."""
-    run = running("--save", str(tmp_path / "checkpoints"), "--save-interval", "1")
+    run = running("--save", str(tmp_path / "checkpoints"), "--save-interval", "1", program=program)
     run.wait_for("rollout   1/500")
     key = run.find("vime.engine.vllm.launch").environ()["VIME_RUN_KEY"]
     for server in ("gcs_server", "raylet/raylet"):  # else a signal to the group takes Ray from under the driver

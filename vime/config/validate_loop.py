@@ -22,11 +22,6 @@ def check_loop(config: Config, *, overlapped: bool = False) -> Iterator[str]:
             "same devices; use train.py, or leave it out and give the engines devices of their own (--rollout-num-gpus)"
         )
     interval, every = config.sync.update_weights_interval, config.eval.eval_interval
-    if interval > 1 and config.cluster.colocate:
-        yield (
-            f"--update-weights-interval is {interval}, but with --colocate engines get the weights each time they take "
-            "the devices back; use 1"
-        )
     if interval > 1 and every is not None and has_eval_sets(config) and every % interval:
         yield (
             f"--eval-interval is {every}, but engines get weights every {interval} rollouts (--update-weights-interval)"

@@ -51,7 +51,10 @@ class RolloutAhead:
         self._made, self._failure, self._is_called_off = None, None, False
         # A daemon: a rollout function that never returns must not keep the program from ending.
         self._thread = threading.Thread(
-            target=self._generate, args=(rollout_id, version), name=f"rollout-{rollout_id}", daemon=True
+            target=self._generate,
+            args=(rollout_id, version, time.time(), time.perf_counter()),
+            name=f"rollout-{rollout_id}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -93,8 +96,7 @@ class RolloutAhead:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.call_off(_PATIENCE_S)
 
-    def _generate(self, rollout_id: int, version: PolicyVersion) -> None:
-        begin_s, begin = time.time(), time.perf_counter()
+    def _generate(self, rollout_id: int, version: PolicyVersion, begin_s: float, begin: float) -> None:
         try:
             result = self._rollout.generate(rollout_id)
         except BaseException as error:  # raised again by `wait`
