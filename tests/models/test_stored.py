@@ -90,9 +90,9 @@ def put(name: str, shape: tuple[int, ...], dtype: str = "F32") -> Callable[[dict
         ((32, 47), "F32", "up_proj.weight [32, 47], not [32, 48]"),
         ((48, 32), "BF16", "up_proj.weight [48, 32], not [32, 48]"),
         ((), "F32", "up_proj.weight [], not [32, 48]"),
-        ((32, 48), "I8", "up_proj.weight I8: quantised"),
-        ((32, 48), "F8_E4M3", "up_proj.weight F8_E4M3: quantised"),
-        ((32, 48), "F64", "up_proj.weight F64: quantised"),
+        ((32, 48), "I8", "up_proj.weight I8: only F32, BF16, F16 can"),
+        ((32, 48), "F8_E4M3", "up_proj.weight F8_E4M3: only F32, BF16, F16 can"),
+        ((32, 48), "F64", "up_proj.weight F64: only F32, BF16, F16 can"),
     ],
 )
 def test_a_tensor_of_another_shape_or_dtype_is_named(expert: int, shape, dtype: str, words: str) -> None:

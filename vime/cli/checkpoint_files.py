@@ -1,4 +1,4 @@
-"""Whether the HF checkpoints that a run begins with hold what it needs, before any process starts."""
+"""Whether the HF checkpoints that a run begins with, policy and reference, hold what it needs, before it starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from vime.config import Config
 from vime.config.dtype import stored_dtype
 from vime.config.hf import tokenizer_problem
+from vime.config.hf_weights import read_json_object
+from vime.config.modes import trains
 from vime.errors import ConfigError
-from vime.models import family_of
-from vime.models.stored import checked_weights
+from vime.models import ModelSettings, family_of
+from vime.models.stored import checked_weights, reference_problem
 
 _REMEDY = "give --bf16 to have all in bfloat16, or --no-bf16 to have all in float32"
 
@@ -35,5 +37,20 @@ def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any
         checked_weights(folder, family.name_map(settings), settings, dtype=dtype, remedy=_REMEDY, reads_head=True)
     except ConfigError as error:
         problems += error.problems
+    if config.algo.use_kl_loss and config.checkpoint.ref_load is not None and trains(config):
+        problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder)
     if problems:
         raise ConfigError(problems)
+
+
+def _reference_problems(folder: Path, policy: ModelSettings, policy_folder: Path) -> list[str]:
+    try:
+        hf = read_json_object(folder / "config.json")
+        family = family_of(hf)
+        settings = family.settings(hf)
+        if problem := reference_problem(folder, settings, policy, policy_folder=policy_folder):
+            return [problem]
+        checked_weights(folder, family.name_map(settings), settings, reads_head=True)
+    except ConfigError as error:
+        return [f"--ref-load: {problem}" for problem in error.problems]
+    return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,5 +132,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--ckpt-step", type=int, help="the checkpoint of this rollout; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as they are")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at the target")
-    print(convert(**vars(parser.parse_args(argv))))
+    try:
+        print(convert(**vars(parser.parse_args(argv))))
+    except OSError as error:  # a full disk, most often
+        print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     return 0

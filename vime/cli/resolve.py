@@ -13,7 +13,9 @@ from vime.cli.help import print_help
 from vime.cli.parse import Catalogue, Parsed, parse
 from vime.cli.vime_flags import section_classes
 from vime.config import Config, estimators
+from vime.config.dtype import training_dtype_problem
 from vime.config.hf import local_checkpoint, read_model_config
+from vime.config.modes import trains
 from vime.config.validate import Facts, validate
 from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
@@ -114,6 +116,8 @@ def _checkpoint(config: Config, problems: list[str]) -> tuple[dict[str, Any], di
     try:
         model = read_model_config(config.checkpoint.hf_checkpoint)
         settings = family_of(model).settings(model)
+        if trains(config) and (problem := training_dtype_problem(config.megatron, model)):
+            problems.append(problem)
     except ConfigError as error:
         problems += error.problems
         return {}, {}

@@ -38,3 +38,18 @@ def run_dtype(megatron: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     if bf16 is not None:
         return "bfloat16" if bf16 else "float32"
     return stored_dtype(model)
+
+
+def training_dtype_problem(megatron: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """A sentence if a run that trains would do so in a dtype that it cannot; None if not.
+
+    Args: as of `run_dtype`.
+    Raises: ConfigError as `stored_dtype`.
+    """
+    dtype = run_dtype(megatron, model)
+    if dtype != "float16":
+        return None
+    return (
+        "the checkpoint's dtype is float16, which is not trained in (a loss scale would skip steps silently); give "
+        "--bf16, which rounds its weights to bfloat16, or --no-bf16 to train in float32"
+    )

@@ -47,10 +47,14 @@ def tokenizer_problem(folder: Path) -> str | None:
 
 def _folder(checkpoint: str) -> Path | None:
     """The folder meant, or None where the words can only be a hub name."""
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(checkpoint).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name that no file may have, or the home of nobody
+        raise ConfigError(f"--hf-checkpoint {checkpoint} cannot be looked for: {error}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if is_there:
         raise ConfigError(f"--hf-checkpoint {checkpoint} is a file; give the folder that holds its config.json")
     if not _HUB_NAME.fullmatch(checkpoint) or checkpoint.startswith("."):
         raise ConfigError(f"--hf-checkpoint {checkpoint}: there is no such folder, and it is no hub name (owner/name)")

@@ -192,7 +192,7 @@ def _head_of(path: Path) -> tuple[bytes, int]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}; {_TO_DO}") from error
     if not text.startswith(b"{"):
-        raise ConfigError(f"{path} is no safetensors file: its head begins with {_value(text[:8])}, not with {{")
+        raise ConfigError(f"{path} is no safetensors file: its head begins with {_value(text[:8])}; {_TO_DO}")
     return text, size
 
 

@@ -82,8 +82,8 @@ def weight_problems(
     if numbers:
         found = (f"{shown(n)} {tensors[n].dtype}" for n in numbers[:3])
         yield (
-            f"{folder} has {_count(numbers)} whose dtype is not {', '.join(_DTYPES)}, such as "
-            f"{', '.join(found)}: quantised weights cannot be trained; take the checkpoint in bfloat16"
+            f"{folder} has {_count(numbers)} of dtypes that cannot be trained, such as {', '.join(found)}: only "
+            f"{', '.join(_DTYPES)} can; take the checkpoint in bfloat16"
         )
 
 
@@ -124,6 +124,28 @@ def head_problem(folder: Path, tensors: Mapping[str, StoredTensor], model: Model
         f"{folder}: config.json says tie_word_embeddings, but {HEAD} is there and differs from {EMBEDDING}, which "
         'would be taken for it; say "tie_word_embeddings": false to use the head, or remove it'
     )
+
+
+def reference_problem(
+    folder: Path, reference: ModelSettings, policy: ModelSettings, *, policy_folder: Path
+) -> str | None:
+    """A sentence if a reference cannot get the policy's micro-batches, or its table of names; None if it can."""
+    if reference.vocab_size != policy.vocab_size:
+        return f"--ref-load {folder} has a vocabulary of {reference.vocab_size}, the policy of {policy.vocab_size}"
+    if differing := _differences(reference, policy):
+        return f"--ref-load {folder} has another architecture than {policy_folder}: {differing}"
+    return None
+
+
+def _differences(reference: ModelSettings, policy: ModelSettings) -> str:
+    """What makes two models compute differently, each with both values, the reference's first."""
+    names = ("tie_word_embeddings", "rotary_base", "rotary_percent", "rope_scaling")
+    left, right = (
+        {**model.transformer, **{name: getattr(model, name) for name in names}} for model in (reference, policy)
+    )
+    of_computing = sorted((left.keys() | right.keys()) - {"init_method_std"})
+    changes = (name for name in of_computing if left.get(name) != right.get(name))
+    return ", ".join(f"{name} {left.get(name)} and {right.get(name)}" for name in changes)
 
 
 def _same_bytes(a: StoredTensor, b: StoredTensor) -> bool:

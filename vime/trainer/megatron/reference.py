@@ -9,6 +9,7 @@ import torch
 
 from vime.errors import ConfigError
 from vime.models import ModelSettings, NameMap, family_of
+from vime.models.stored import reference_problem
 from vime.trainer.megatron import hf_io
 
 
@@ -30,18 +31,8 @@ def build_reference(
     Raises: ConfigError if it is of another architecture or vocabulary.
     """
     settings = family_of(hf := hf_io.read_config(folder)).settings(hf)
-    if settings.vocab_size != policy.vocab_size:
-        raise ConfigError(
-            f"--ref-load {folder} has a vocabulary of {settings.vocab_size}, the policy of {policy.vocab_size}"
-        )
-    if _computation(settings) != _computation(policy):
-        raise ConfigError(f"--ref-load {folder} has another architecture than {policy_folder}")
+    if problem := reference_problem(folder, settings, policy, policy_folder=policy_folder):
+        raise ConfigError(problem)
     chunks, wrapped = build(settings)
     hf_io.load_hf(chunks, folder, names, settings)
     return [module.requires_grad_(False).eval() for module in wrapped]
-
-
-def _computation(model: ModelSettings) -> tuple[object, ...]:
-    """What a policy and its reference, which get the same micro-batches, must have in common."""
-    rope = model.rotary_base, model.rotary_percent, model.rope_scaling
-    return dict(model.transformer), model.tie_word_embeddings, *rope

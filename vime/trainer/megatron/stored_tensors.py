@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from vime.errors import ConfigError
@@ -34,8 +33,13 @@ class StoredTensors:
         self._folder = folder
         try:
             metadata = FileSystemReader(folder).read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{folder} is not a training checkpoint, or is damaged: {error}") from error
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f".metadata holds a {type(metadata).__name__}")
+        except Exception as error:  # a damaged pickle calls anything with anything
+            words = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"{folder} is not a training checkpoint, or is damaged: {type(error).__name__}: {words}"
+            ) from error
         entries = metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._chunks: dict[str, list[_Chunk]] = {key: [] for key in self._tensors}
@@ -85,9 +89,10 @@ class StoredTensors:
             with open(path, "rb") as file:
                 view: Any = _create_file_view(file, chunk.place.offset, chunk.place.length)
                 tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{path} is damaged: {key} cannot be read ({error})") from error
-        return tensor.detach().view(chunk.sizes)
+            return tensor.detach().view(chunk.sizes)
+        except Exception as error:  # as above
+            words = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{path} is damaged: {key} cannot be read ({type(error).__name__}: {words})") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
