@@ -34,3 +34,30 @@ def test_three_steps_in_bf16_agree_with_the_engine(
         assert 0 < row["train/train_rollout_logprob_abs_diff"] < 0.03, output
         assert row["weight_sync/probe_abs_diff_mean"] < 0.03, output
         assert row["train/grad_norm"] > 0
+
+
+def test_twenty_steps_in_which_both_sides_take_turns_take_no_more_memory(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
+) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe", dtype="bfloat16")
+    output = run_train(
+        *grpo_flags,
+        *("--hf-checkpoint", str(model), "--run-dir", str(tmp_path / "run"), "--num-rollout", "20"),
+        *("--rollout-batch-size", "4", "--skip-eval-before-train", "--eval-interval", "10", "--platform", "cuda"),
+        *("--bf16", "--colocate", "--offload", "--vllm-enforce-eager", "--vllm-gpu-memory-utilization", "0.2"),
+        *("--vllm-kv-cache-memory-bytes", str(4 << 30), "--weight-probe-interval", "5"),
+        *("--save", str(tmp_path / "ck"), "--save-interval", "10", "--save-hf", str(tmp_path / "hf"), "--async-save"),
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] >= 0]
+    assert [row["train/policy_version"] for row in rows] == list(range(1, 21))
+    used = {at: [row[f"memory/device_used_in_{at}_bytes"] for row in rows] for at in ("training", "sync", "generation")}
+    times = {what: [row[f"perf/{what}_time"] for row in rows] for what in ("sleep", "wake", "offload", "onload")}
+    print({"used MiB": {at: [v / 2**20 for v in values] for at, values in used.items()}, "seconds": times})
+    print([line for line in output.splitlines() if "shared" in line or "moves" in line])
+    for values in used.values():
+        assert max(values[3:]) - values[3] < 64 << 20, output
+    assert min(used["generation"]) - max(used["training"]) > 3 << 30  # the engine's KV cache, which sleeps meanwhile
+    for row in rows:
+        assert 0 < row["train/train_rollout_logprob_abs_diff"] < 0.03, output
+    assert sum("weight_sync/probe_abs_diff_mean" in row for row in rows) >= 3

@@ -37,6 +37,7 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     assert arguments["enable_prefix_caching"] is True and "gpu_memory_utilization" not in arguments
     for environment in (platform.engine_environment(), platform.trainer_environment(2, "127.0.0.1")):
         assert all(isinstance(k, str) and isinstance(v, str) for k, v in environment.items())
+    assert platform.turns_problem is None or platform.turns_problem.strip()
     assert set(platform.transports) <= {"shm", "gloo", "disk"}
 
 

@@ -13,7 +13,6 @@ from vime.cli.parse import Catalogue, parse
 from vime.cli.resolve import build_config
 from vime.config import Config
 from vime.config.dtype import run_dtype
-from vime.config.estimators import needs_reference
 from vime.config.hf import read_model_config
 from vime.config.modes import generates
 from vime.config.parallel import parallel_sizes
@@ -22,10 +21,10 @@ from vime.config.validate_cluster import training_ranks
 from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
-from vime.models.activations import Recompute
 from vime.models.division import Division
 from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
 from vime.models.parameters import parameters
+from vime.models.run_memory import division_of, training_of
 
 _UTILIZATION = 0.92  # vLLM's own default
 
@@ -128,52 +127,6 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     devices = estimate(model, division, training, engine if colocated else None)
     ranks_per_node = config.cluster.actor_num_gpus_per_node
     return Plan(model, division, training, tuple(devices), engine, colocated, ranks_per_node)
-
-
-def division_of(config: Config, model: ModelSettings, world_size: int) -> Division:
-    """How Megatron's flags divide the model over `world_size` ranks."""
-    sizes, megatron = parallel_sizes(config.megatron), config.megatron
-    layers = sizes.stages.layers(model.transformer["num_layers"])
-    return Division(
-        tensor=sizes.tensor,
-        pipeline=sizes.pipeline,
-        context=sizes.context,
-        data=world_size // sizes.model,
-        sequence_parallel=sizes.sequence_parallel,
-        virtual=len(layers) // sizes.pipeline,
-        stage_layers=layers,
-        expert=megatron.get("expert_model_parallel_size") or 1,
-        expert_tensor=megatron.get("expert_tensor_parallel_size"),
-    )
-
-
-def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
-    """What a step of this configuration looks like."""
-    train, megatron = config.train, config.megatron
-    length = config.rollout.rollout_max_context_len or model.max_position_embeddings
-    context = parallel_sizes(megatron).context
-    tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size else None
-    full = megatron.get("recompute_granularity") == "full"
-    return Training(
-        dtype=dtype,
-        tokens=tokens if tokens is not None else -(-train.micro_batch_size * length // context),
-        forward_tokens=train.log_probs_max_tokens_per_gpu,
-        recompute=Recompute(
-            granularity=megatron.get("recompute_granularity"),
-            method=megatron.get("recompute_method") if full else None,
-            num_layers=megatron.get("recompute_num_layers") or 1,
-            modules=tuple(megatron.get("recompute_modules") or ("core_attn",)),
-        ),
-        log_probs_chunk_size=train.log_probs_chunk_size,
-        use_distributed_optimizer=megatron.get("use_distributed_optimizer", True),
-        grad_reduce_in_fp32=megatron.get("grad_reduce_in_fp32", True),
-        optimizer_offload_fraction=(
-            megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
-        ),
-        has_reference=needs_reference(config.algo),
-        sync_buffer_bytes=config.sync.update_weight_buffer_size,
-        async_save=config.checkpoint.async_save,
-    )
 
 
 def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -158,6 +158,7 @@ def _facts(
     return Facts(
         platform=platform.name if platform is not None else config.cluster.platform,
         transports=tuple(platform.transports) if platform is not None else ("shm", "gloo", "disk"),
+        turns_problem=platform.turns_problem if platform is not None else None,
         devices=platform.device_count() if platform is not None and limited else None,
         reward_names=REWARD_NAMES,
         rewards_without_label=(*REMOTE, *(name for name, spec in REWARDS.items() if not spec.needs_label)),

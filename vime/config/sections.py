@@ -25,6 +25,13 @@ class ClusterConfig:
     )
     rollout_num_gpus_per_engine: int = setting(1, "devices of one engine (its tensor parallel size)")
     colocate: bool = setting(False, "trainer and engines share the devices")
+    offload_train: bool | None = setting(
+        None, "with --colocate: the trainer leaves the devices while engines generate; default: when both do not fit"
+    )
+    offload_rollout: bool | None = setting(
+        None, "with --colocate: engines sleep while the trainer works; default: when both do not fit"
+    )
+    offload: bool | None = setting(None, "both --offload-train and --offload-rollout")
     ray_address: str | None = setting(None, "join this Ray cluster ('auto' or host:port); default: start one here")
     rollout_external_engine_addrs: list[str] = setting(
         [], "host:port of each engine that `vime engine` already serves; the run starts none and leaves them running"

@@ -30,6 +30,7 @@ from vime.config.validate_optimizer import check_optimizer
 from vime.config.validate_overlap import check_overlap
 from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.config.validate_reward import check_reward
+from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
 
 
@@ -41,6 +42,8 @@ class Facts:
     """Name of the platform, as in --platform."""
     transports: tuple[str, ...]
     """Weight transports it can do, best first."""
+    turns_problem: str | None = None
+    """Why nothing can leave a device of it so that trainer and engines take turns; None where that can be."""
     devices: int | None = None
     """Devices of this node; None where they do not limit the run (processes on a CPU, a Ray cluster to join)."""
     reward_names: tuple[str, ...] = ()
@@ -86,6 +89,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_stop_rule(config, facts.metric_problem),
         check_loop(config, overlapped=facts.overlapped),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
+        check_sharing(config, platform=facts.platform, turns_problem=facts.turns_problem),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
         check_paths(config),

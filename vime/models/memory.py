@@ -225,16 +225,25 @@ def engine_sync_bytes(model: ModelSettings, engine: Engine, training: Training) 
     return round(module * (1 + 1 / engine.tensor)) + training.sync_buffer_bytes
 
 
+def engine_base_bytes(model: ModelSettings, tensor: int, dtype: str) -> float:
+    """What an engine takes of each of its `tensor` devices without a KV cache."""
+    return _WIDTH[dtype] * parameters(model).total / tensor + ENGINE_WORKING_BYTES
+
+
 def engine_room_bytes(model: ModelSettings, engine: Engine, dtype: str) -> float:
     """What an engine's share of each device leaves for the KV cache; negative when its weights alone do not fit."""
-    weights = _WIDTH[dtype] * parameters(model).total / engine.tensor
-    return engine.utilization * engine.device_bytes - weights - ENGINE_WORKING_BYTES
+    return engine.utilization * engine.device_bytes - engine_base_bytes(model, engine.tensor, dtype)
+
+
+def cache_token_bytes(model: ModelSettings, tensor: int, dtype: str) -> float:
+    """A token's keys and values, on each of an engine's `tensor` devices."""
+    t = model.transformer
+    heads: float = max(1, t["num_query_groups"] / tensor)
+    token: float = 2 * t["num_layers"] * heads * t["kv_channels"] * _WIDTH[dtype]
+    return token
 
 
 def engine_cache_tokens(model: ModelSettings, engine: Engine, dtype: str) -> int:
     """Tokens that an engine's KV cache holds; negative when its weights alone do not fit its share."""
-    t = model.transformer
-    heads = max(1, t["num_query_groups"] / engine.tensor)
-    token = 2 * t["num_layers"] * heads * t["kv_channels"] * _WIDTH[dtype]
     room = engine_room_bytes(model, engine, dtype) if engine.cache_bytes is None else engine.cache_bytes
-    return int(room / token)
+    return int(room / cache_token_bytes(model, engine.tensor, dtype))

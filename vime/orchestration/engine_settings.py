@@ -11,14 +11,20 @@ from vime.orchestration import sizes
 from vime.platform.base import Platform
 
 
-def engine_arguments(config: Config, platform: Platform, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """AsyncEngineArgs fields of every engine: what the platform wants, what follows from the settings, --vllm-*."""
+def engine_arguments(
+    config: Config, platform: Platform, hf_config: Mapping[str, Any], sharing: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """AsyncEngineArgs fields of every engine: what the platform wants, what follows from the settings, --vllm-*.
+
+    Args: sharing: what follows from sharing devices with the trainer.
+    """
     num_devices = config.cluster.rollout_num_gpus_per_engine
     return {
         **platform.engine_arguments(sizes.max_model_len(config, hf_config), num_devices),
         "dtype": run_dtype(config.megatron, hf_config),
         "tensor_parallel_size": num_devices,
         "seed": config.data.rollout_seed,
+        **(sharing or {}),
         **config.vllm,
     }
 

@@ -32,6 +32,7 @@ class EngineFleet(Fleet):
         hf_path: the checkpoint folder the engines start from.
         hf_config: its config.json.
         key, log_dir: see `Fleet`.
+        sharing: engine arguments that follow from sharing devices with the trainer.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class EngineFleet(Fleet):
         hf_config: Mapping[str, Any],
         key: str,
         log_dir: Path,
+        sharing: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(config, key=key, log_dir=log_dir)
         self._num_devices = sum(map(len, placement.layout.engine_devices))
         self._workers = start_engine_workers(placement, reservation, platform)
-        arguments = engine_arguments(config, platform, hf_config)
+        arguments = engine_arguments(config, platform, hf_config, sharing)
         self._starts = [
             w.start.remote(
                 model=hf_path,

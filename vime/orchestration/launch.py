@@ -1,7 +1,8 @@
 """Builds every object of a run, starts its processes, runs the loop, and ends what it started.
 
-Order matters: Ray, then engines and trainer at the same time (both take long to start), the data while they start, then
-the weight sync and the loop. Whatever was started is ended in reverse, also after an error or ctrl-C.
+Order matters: Ray, then engines and trainer at the same time (both take long to start; on shared devices one after
+the other), the data while they start, then the weight sync and the loop. Whatever was started is ended in reverse, also
+after an error or ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from vime.loop.overlapped import run_overlapped
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
 from vime.loop.sync import Publisher, Rollout, Stages, run_sync, version_after
+from vime.loop.turns import DeviceTurns
 from vime.models import family_of
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
@@ -47,6 +49,7 @@ from vime.orchestration.fleet import Fleet
 from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.placement import Layout, Placement, describe, plan_layout
 from vime.orchestration.route import route_weights
+from vime.orchestration.sharing import DevicePlan, plan_devices, start_sides
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
@@ -129,9 +132,10 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
             route = route_weights(config, placement, platform.transports, fleet)
             progress.message(describe(placement, route.transport))
         reservation = reserve(platform, placement)
+        devices = plan_devices(config, hf_config, plan.layout, platform, progress)
         progress.message(_what_starts(plan.layout))
         if generates and fleet is None:
-            fleet = _start_fleet(plan, platform, placement, reservation, stack)
+            fleet = _start_fleet(plan, platform, placement, reservation, devices, stack)
         writer = stack.enter_context(closing(make_writer(config, folder)))
         tokenizer = AutoTokenizer.from_pretrained(hf_path)
         goes_on = checkpoint is not None and not config.checkpoint.finetune
@@ -164,9 +168,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
             route=route,
         )
         stack.callback(trainer.close)
-        trainer.start()
-        client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-        trainer.wait_ready()
+        client, turns = start_sides(config, devices, trainer, fleet, progress)
         train = config.train
         stop = StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window)
         if checkpoint is not None:
@@ -180,11 +182,13 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
             call_off=client.call_off if client is not None else None,
         )
         keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
-        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, stack)
+        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, turns, stack)
         with _naming_the_dead(fleet):
             recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
             last = _loop(plan, stages, recorder, stop, num_rollout)
         if last < plan.start and config.checkpoint.save_hf is not None:
+            if turns is not None:
+                turns.to_training(weights_follow=True)
             keeper.export_hf(last)  # nothing was left to train, so no step has exported it
 
 
@@ -200,7 +204,12 @@ def _naming_the_dead(fleet: Fleet | None) -> Iterator[None]:
 
 
 def _start_fleet(
-    plan: _Run, platform: Platform, placement: Placement, reservation: Reservation, stack: ExitStack
+    plan: _Run,
+    platform: Platform,
+    placement: Placement,
+    reservation: Reservation,
+    devices: DevicePlan | None,
+    stack: ExitStack,
 ) -> EngineFleet:
     fleet = EngineFleet(
         plan.config,
@@ -211,6 +220,7 @@ def _start_fleet(
         hf_config=plan.hf_config,
         key=secrets.token_urlsafe(32),
         log_dir=plan.folder.path / "logs",
+        sharing=devices.engine_arguments(plan.config) if devices is not None else None,
     )
     stack.callback(fleet.close)
     return fleet
@@ -243,9 +253,12 @@ def _build_stages(
     client: RouterClient | None,
     route: Route | None,
     source: DataSource,
+    turns: DeviceTurns | None,
     stack: ExitStack,
 ) -> Stages:
     config = plan.config
+    if turns is not None:
+        stack.callback(turns.close)
     engines: list[Engine] = list(fleet.engines) if fleet is not None else []
     publisher: Publisher = NoEngines()
     if fleet is not None and client is not None and route is not None:
@@ -257,6 +270,7 @@ def _build_stages(
             probe_interval=config.sync.weight_probe_interval,
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
             on_version=client.note_version,
+            turns=turns,
         )
         stack.callback(sync.close)
 
@@ -284,6 +298,7 @@ def _build_stages(
         publisher=publisher,
         make_batch=make_batch,
         checkpoints=keeper,
+        turns=turns,
     )
 
 

@@ -21,6 +21,9 @@ class Platform(Protocol):
     transports: tuple[str, ...]
     """Weight transports this platform can do, best first."""
 
+    turns_problem: str | None
+    """Why nothing can leave the device so that trainer and engines take turns on it; None where that can be."""
+
     def device_count(self) -> int:
         """Devices on this node (on the CPU platform: processes worth starting)."""
 

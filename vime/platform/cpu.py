@@ -28,6 +28,9 @@ class CpuPlatform:
     collective_backend = "gloo"
     ray_resource = "CPU"
     visible_devices_variable: str | None = None
+    turns_problem: str | None = (
+        "trainer and engines use the host's memory side by side, and there is nowhere else to go"
+    )
     transports: tuple[str, ...] = ("shm", "gloo", "disk")
 
     def device_count(self) -> int:

@@ -39,6 +39,7 @@ class CudaPlatform:
     collective_backend = "nccl"
     ray_resource = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    turns_problem: str | None = None
     transports: tuple[str, ...] = ("shm", "gloo", "disk")
 
     def device_count(self) -> int:

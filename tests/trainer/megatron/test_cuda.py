@@ -45,6 +45,42 @@ def test_training_offloads_resumes_and_learns(model_folder, make_trainer, make_b
     assert resumed.train(batch)["train/loss"] == pytest.approx(want[0], rel=1e-5 if kind == "qwen3" else 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3", torch.bfloat16), ("qwen3", torch.float32), ("glm4_moe", torch.bfloat16)]
+)
+def test_what_leaves_the_device_comes_back_bit_by_bit_and_leaves_nothing_behind(
+    model_folder, make_trainer, make_batch, kind, dtype
+):
+    folder, _ = model_folder(kind, dtype=dtype)
+    algo = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    trainer = make_trainer(folder, algo=algo, platform=CUDA, megatron={"use_distributed_optimizer": True})
+    batch = make_batch(LENGTHS, micro=3)
+    trainer.train(batch)
+    parts = trainer._parts
+    tensors = [*parts._weights(), *parts._state(), *(p for m in trainer._reference for p in m.parameters())]
+    want = [t.detach().cpu() for t in tensors]
+    scores = trainer.score([[5, 6, 7]])[0][1:].tolist()
+    torch.cuda.empty_cache()
+    seen = []
+    for _ in range(4):
+        here = torch.cuda.memory_allocated()
+        trainer.offload(("state",))
+        trainer.offload(("weights",))
+        away = torch.cuda.memory_allocated()
+        trainer.onload(("weights",))
+        assert trainer.score([[5, 6, 7]])[0][1:].tolist() == scores
+        trainer.onload()
+        assert all(torch.equal(t.detach().cpu(), w) for t, w in zip(tensors, want, strict=True))
+        seen.append((here, away))
+    print(f"{kind} {dtype}: bytes here and away {seen}, device {trainer.device_memory()}")
+    weights = sum(t.untyped_storage().nbytes() for t in parts._weights()[:1])
+    assert max(away for _, away in seen) - min(away for _, away in seen) < weights
+    assert max(here for here, _ in seen[1:]) == min(here for here, _ in seen[1:])
+    assert seen[-1][1] < 0.2 * seen[-1][0]
+    losses = [trainer.train(batch)["train/loss"] for _ in range(2)]
+    assert np.isfinite(losses).all()
+
+
 def test_bf16_gradients_do_not_depend_on_micro_batches(model_folder, make_trainer, make_batch):
     folder, _ = model_folder(dtype=torch.bfloat16)
     algo = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01)
