@@ -5,7 +5,7 @@ The loops (vime/loop) are written on these alone; orchestration builds the objec
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,10 +95,13 @@ class Trainer(Protocol):
     def train(self, batch: TrainBatch) -> Metrics:
         """Old and reference log-probs where needed, loss, and one optimizer step per plan in `batch.steps`."""
 
-    def weights(self, version: PolicyVersion) -> Generator[BucketMessage, None, None]:
-        """All weights under their HF names, bucket by bucket; a bucket is valid until the next is asked for.
+    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
+        """All weights under their HF names, bucket by bucket.
 
-        Closed early, it tells readers that wait for the bucket to give up."""
+        While engines load a bucket the next may be asked for; the one after that only when they have it."""
+
+    def call_off_weights(self) -> None:
+        """An engine failed: those that wait for a bucket are told to give up."""
 
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
@@ -165,8 +168,10 @@ class Engine(Protocol):
     def receive(self, bucket: BucketMessage) -> None:
         """Load one bucket. Raises: WeightSyncError naming the tensors whose checksum differs."""
 
-    def commit(self, version: PolicyVersion) -> None:
-        """Close the sync: every name loaded once, prefix cache reset, version stamped. Raises: WeightSyncError."""
+    def commit(self, version: PolicyVersion) -> Metrics:
+        """Close the sync: every name loaded once, prefix cache reset, version stamped. Raises: WeightSyncError.
+
+        Returns: the seconds that its slowest worker spent in this sync to "read", "check" and "load" all buckets."""
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         """Greedy continuations of a few fixed prompts."""
@@ -199,11 +204,18 @@ class Turns(Protocol):
 class BucketWriter(Protocol):
     """The trainer's end of a transport: puts one bucket's bytes where the engines can read them."""
 
-    def write(self, tensors: Sequence[tuple[str, Any]], version: PolicyVersion, index: int) -> BucketMessage:
-        """Lay out [(HF name, torch tensor)]; the previous bucket's place may be reused. Index 0 begins a sync."""
+    def write(
+        self, outlines: Sequence[tuple[str, Any]], contents: Iterable[Any], version: PolicyVersion, index: int
+    ) -> BucketMessage:
+        """Lay out a bucket over the one before the previous, which all engines have. Index 0 begins a sync.
+
+        Args:
+            outlines: [(HF name, torch tensor)], for dtype and shape alone; they may be on torch's "meta" device.
+            contents: the tensors, in that order, each made when it is asked for.
+        """
 
     def call_off(self) -> None:
-        """An engine failed while it should have read the bucket: readers that wait for it are told."""
+        """An engine failed while it should have read a bucket: readers that wait for it are told."""
 
     def close(self) -> None: ...
 
@@ -211,8 +223,11 @@ class BucketWriter(Protocol):
 class BucketReader(Protocol):
     """The engine's end of a transport, inside the engine's worker process."""
 
-    def read(self, bucket: BucketMessage) -> list[tuple[str, Any]]:
-        """[(HF name, torch tensor)]. The tensors need not outlive the call that loads them."""
+    def read(self, bucket: BucketMessage, device: Any) -> Any:
+        """[bytes] uint8 torch tensor of the bucket on `device` (a torch device); the caller's own to keep."""
+
+    def end_sync(self) -> None:
+        """The last bucket of a sync was loaded, or the sync was given up."""
 
     def close(self) -> None: ...
 

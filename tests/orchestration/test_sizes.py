@@ -3,6 +3,8 @@ import pytest
 from vime.config import Config, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import ConfigError
 from vime.orchestration import sizes
+from vime.platform.cpu import CpuPlatform
+from vime.platform.cuda import CudaPlatform
 from vime.weight_sync.verify import ProbeTolerance
 
 
@@ -40,12 +42,35 @@ def test_the_probe_tolerance_follows_the_dtype_unless_given() -> None:
     assert sizes.probe_tolerance(given, {"dtype": "float32"}) == ProbeTolerance(0.5, "max")
 
 
+def reach(*there: str) -> sizes.Reach:
+    return sizes.Reach(**{name: name in there for name in ("same_node", "same_devices", "own_devices")})
+
+
+def wants(transport: str) -> Config:
+    return Config(sync=SyncConfig(update_weight_transport=transport))
+
+
 def test_auto_takes_the_platforms_best_transport_that_reaches_the_engines() -> None:
-    possible = ("shm", "gloo", "disk")
-    assert sizes.transport_name(config(), possible, same_node=True) == "shm"
-    assert sizes.transport_name(config(), possible, same_node=False) == "gloo"
+    possible = CpuPlatform().transports
+    assert sizes.transport_name(config(), possible, reach("same_node")) == ("shm", "")
+    name, why = sizes.transport_name(config(), possible, reach())
+    assert (name, why) == ("gloo", "not shm: engines are on another node than training rank 0")
     for name in ("disk", "gloo"):
-        wanted = Config(sync=SyncConfig(update_weight_transport=name))
-        assert sizes.transport_name(wanted, possible, same_node=True) == name
-    with pytest.raises(ConfigError, match="is shm, but engines are on another node"):
-        sizes.transport_name(Config(sync=SyncConfig(update_weight_transport="shm")), possible, same_node=False)
+        assert sizes.transport_name(wants(name), possible, reach("same_node")) == (name, "")
+    with pytest.raises(ConfigError, match=r"is shm, but engines are on another node.*use gloo or disk"):
+        sizes.transport_name(wants("shm"), possible, reach())
+
+
+def test_on_cuda_auto_takes_ipc_on_the_trainers_devices_and_nccl_on_others_and_says_why() -> None:
+    possible = CudaPlatform().transports
+    assert sizes.transport_name(config(), possible, reach("same_node", "same_devices")) == ("ipc", "")
+    assert sizes.transport_name(config(), possible, reach("same_devices"))[0] == "ipc", "on several nodes, too"
+    for where in (reach("own_devices"), reach("own_devices", "same_node")):
+        name, why = sizes.transport_name(config(), possible, where)
+        assert (name, why) == ("nccl", "not ipc: an engine has a device without a training rank")
+    # One engine on the trainer's device and one beside: neither will do.
+    name, why = sizes.transport_name(config(), possible, reach("same_node"))
+    assert name == "shm" and "not ipc: an engine has a device without" in why and "not nccl: an engine has no" in why
+    for name, where in (("ipc", reach("own_devices")), ("nccl", reach("same_devices"))):
+        with pytest.raises(ConfigError, match=f"is {name}, but an engine has"):
+            sizes.transport_name(wants(name), possible, where)

@@ -38,7 +38,7 @@ def test_every_platform_keeps_the_contract(name: str) -> None:
     for environment in (platform.engine_environment(), platform.trainer_environment(2, "127.0.0.1")):
         assert all(isinstance(k, str) and isinstance(v, str) for k, v in environment.items())
     assert platform.turns_problem is None or platform.turns_problem.strip()
-    assert set(platform.transports) <= {"shm", "gloo", "disk"}
+    assert set(platform.transports) <= {"ipc", "nccl", "shm", "gloo", "disk"}
 
 
 def test_engine_arguments_are_vllms_own_names() -> None:

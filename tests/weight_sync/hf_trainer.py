@@ -23,11 +23,16 @@ class HfTrainer:
     """
 
     def __init__(
-        self, folder: Path, writer: BucketWriter, max_bytes: int = 100_000, dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        writer: BucketWriter,
+        max_bytes: int = 100_000,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self._names = list(self._tensors())
         self.writer, self.max_bytes = writer, max_bytes
         self.edit: Callable[[Iterator[Named]], Iterator[Named]] = lambda stream: stream
@@ -39,7 +44,7 @@ class HfTrainer:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for tensor in self.model.state_dict().values():
-                tensor.add_(torch.randn(tensor.shape, generator=generator) * scale)
+                tensor.add_((torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device))
 
     def weight_names(self) -> list[str]:
         return self.names(list(self._names))
@@ -47,15 +52,18 @@ class HfTrainer:
     def weights(self, version: int) -> Iterator[BucketMessage]:
         stream = self.edit(iter(self._tensors().items()))
         for index, bucket in enumerate(make_buckets(stream, self.max_bytes)):
-            yield self.tamper(self.writer.write(bucket, version, index))
+            yield self.tamper(self.writer.write(bucket, (tensor for _, tensor in bucket), version, index))
+
+    def call_off_weights(self) -> None:
+        self.writer.call_off()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray[Any, Any]]:
         scores = []
         for sequence in sequences:
-            ids = torch.tensor([list(sequence)])
+            ids = torch.tensor([list(sequence)], device=self.model.device)
             with torch.no_grad():
                 log_probs = self.model(ids).logits[0, :-1].float().log_softmax(-1)
-            scored = log_probs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+            scored = log_probs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
             scores.append(np.concatenate([[np.nan], scored]).astype(np.float32))
         return scores
 

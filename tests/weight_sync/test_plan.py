@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,9 @@ class FakeEngine:
     def receive(self, bucket: BucketMessage) -> None:
         self._note(f"receive {bucket.index}")
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> dict[str, float]:
         self._note(f"commit {version}")
+        return {"read": 1.0 if self.name == "e0" else 2.0}
 
     def resume(self) -> None:
         self._note("resume")
@@ -73,6 +74,9 @@ class FakeTrainer:
             self.log.append(f"write {index}")
             yield BucketMessage(version, index, (), 10, {})
 
+    def call_off_weights(self) -> None:
+        self.log.append("call off")
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray[Any, Any]]:
         self.scored += [tuple(s) for s in sequences]
         return [np.array([np.nan, *([-1.0] * (len(s) - 1))], dtype=np.float32) for s in sequences]
@@ -96,12 +100,12 @@ def make(num_engines: int = 1, interval: int = 0, **engine: Any) -> tuple[Weight
 def test_the_order_of_a_sync() -> None:
     sync, log, _, trainer = make(interval=1)
     assert sync.publish() == sync.version == 1
-    assert log == [
-        *("e0 pause keep", "e0 begin 1 shm x,y", "write 0", "e0 receive 0", "write 1", "e0 receive 1"),
-        *("e0 commit 1", "e0 resume", "e0 probe"),
-    ]
+    assert log[:3] == ["e0 pause keep", "e0 begin 1 shm x,y", "write 0"]
+    assert set(log[3:5]) == {"e0 receive 0", "write 1"}, "at the same time"
+    assert log[5:] == ["e0 receive 1", "e0 commit 1", "e0 resume", "e0 probe"]
     assert trainer.scored == [(1, 2, 3, 7, 8)]
     assert sync.metrics["weight_sync/bytes"] == 20
+    assert sync.metrics["weight_sync/gather_seconds"] <= sync.metrics["weight_sync/seconds"]
     assert sync.metrics["weight_sync/probe_abs_diff_max"] == 0
     assert sync.publish() == 2
     assert sync.publish(5) == sync.version == 5
@@ -130,9 +134,9 @@ def test_sides_that_share_devices_change_places_around_the_sending_and_the_scori
     sync, log, engines, _ = make(interval=2)
     sync._turns = FakeTurns(log)  # type: ignore[assignment]
     sync.publish()
-    assert log == [
-        *("to sync", "e0 pause keep", "e0 begin 1 shm x,y", "write 0", "e0 receive 0", "write 1", "e0 receive 1"),
-        *("e0 commit 1", "to generation", "e0 resume", "e0 probe", "to scoring", "back"),
+    assert log[:2] == ["to sync", "e0 pause keep"]
+    assert log[6:] == [
+        *("e0 receive 1", "e0 commit 1", "to generation", "e0 resume", "e0 probe", "to scoring", "back"),
     ]
     sync.publish()
     assert "to scoring" not in log[log.index("back") :]
@@ -143,12 +147,33 @@ def test_sides_that_share_devices_change_places_around_the_sending_and_the_scori
     assert log[-1] == "e0 commit 3"  # no KV cache, and nothing scheduled, over weights that were not committed
 
 
-def test_every_engine_has_a_bucket_before_the_next_is_written() -> None:
-    sync, log, _, _ = make(num_engines=3)
+def test_a_bucket_is_written_while_engines_load_the_one_before_and_never_over_one_they_may_still_read() -> None:
+    sync, log, engines, trainer = make(num_engines=3)
+    written = [threading.Event() for _ in range(4)]
+
+    def weights(version: int) -> Iterator[BucketMessage]:
+        for index in range(4):
+            log.append(f"write {index}")
+            written[index].set()
+            yield BucketMessage(version, index, (), 10, {})
+
+    def waits_for_the_next(name: str) -> Callable[[BucketMessage], None]:
+        def receive(bucket: BucketMessage) -> None:
+            if bucket.index < 3:
+                assert written[bucket.index + 1].wait(60), "the trainer waits for the engines"
+            log.append(f"{name} receive {bucket.index}")
+
+        return receive
+
+    trainer.weights = weights
+    for number, engine in enumerate(engines):
+        engine.receive = waits_for_the_next(f"e{number}")  # type: ignore[method-assign]
     sync.publish()
-    writes = [log.index("write 0"), log.index("write 1")]
-    assert {f"e{i} receive 0" for i in range(3)} == set(log[writes[0] + 1 : writes[1]])
+    for index in range(2):
+        received = max(log.index(f"e{number} receive {index}") for number in range(3))
+        assert received < log.index(f"write {index + 2}"), "it lies in the same place"
     assert log.index("write 0") > max(i for i, entry in enumerate(log) if "begin" in entry)
+    assert sync.metrics["weight_sync/read_seconds"] == 2.0, "of the slowest engine"
 
 
 def test_the_probe_comes_first_and_then_every_nth_time_or_when_asked_for() -> None:
@@ -189,23 +214,31 @@ def test_engines_that_wait_for_one_that_failed_are_told() -> None:
     sync, _, engines, trainer = make(num_engines=2)
     called_off = threading.Event()
 
-    def weights(version: int) -> Iterator[BucketMessage]:
-        try:
-            yield BucketMessage(version, 0, (), 10, {})
-        except GeneratorExit:
-            called_off.set()
-            raise
-
     def wait_for_the_other(bucket: BucketMessage) -> None:
         raise WeightSyncError("called off" if called_off.wait(60) else "waited in vain")
 
     def dead(bucket: BucketMessage) -> None:
         raise EngineDead("the process is gone")
 
-    trainer.weights = weights
+    trainer.call_off_weights = called_off.set
     engines[0].receive = wait_for_the_other  # type: ignore[method-assign]
     engines[1].receive = dead  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="engine 0: called off; engine 1: the process is gone"):
+        sync.publish()
+
+
+def test_when_the_writer_and_an_engine_fail_the_engine_says_why() -> None:
+    sync, _, engines, trainer = make()
+
+    def weights(version: int) -> Iterator[BucketMessage]:
+        yield BucketMessage(version, 0, (), 10, {})
+        raise WeightSyncError("bucket 0 did not reach every engine")
+
+    trainer.weights = weights
+    with pytest.raises(WeightSyncError, match=r"^bucket 0 did not reach every engine"):
+        sync.publish()
+    engines[0].fail_at = "receive 0"
+    with pytest.raises(WeightSyncError, match="engine 0: receive 0 failed on tensor x"):
         sync.publish()
 
 

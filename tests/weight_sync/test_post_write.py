@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.weight_sync import ends
 from vime.config import Config, LogConfig, SyncConfig
 from vime.errors import HookError
 from vime.protocols import TrainerContext
@@ -34,7 +35,7 @@ def write(tmp_path: Path, name: str) -> BucketMessage:
     )
     writer = make_writer(Route(transport="disk", host="127.0.0.1", num_readers=1), config)
     try:
-        return writer.write([("a", torch.arange(4.0))], 3, 0)
+        return ends.write(writer, [("a", torch.arange(4.0))], 3, 0)
     finally:
         writer.close()
 

@@ -88,6 +88,8 @@ train/policy_version | version | version of the weights that generated the rollo
 weight_sync/seconds | s | pause to commit of the weight sync that ended the step
 weight_sync/bytes | bytes | what it sent to each engine
 weight_sync/buckets | count | in how many buckets
+weight_sync/gb_per_second | GB/s | those bytes over weight_sync/seconds, in 10^9 bytes
+weight_sync/<part>_seconds | s | of that time: `gather`: the trainer put buckets together and laid them out; and, on the slowest worker of an engine, `read`: waited for their bytes and copied them, `check`: computed checksums, `load`: loaded tensors. The trainer gathers a bucket while the engines load the one before
 weight_sync/probe_seconds | s | of the probe, where one was due
 weight_sync/probe_abs_diff_{mean,max} | nats | abs(trainer log-prob - engine log-prob) over the probe's greedy tokens
 eval/<set> | reward | mean reward over the held-out set; for 0/1 rewards the accuracy

@@ -39,6 +39,7 @@ class ExternalFleet(Fleet):
         self.engines = [self._engine_at(f"http://{address}") for address in self.addresses]
         self.num_readers = 0
         self.shared_memory_ids: set[str] = set()
+        self.is_on_cuda = True
         problems: list[str] = []
         for engine in self.engines:
             problems += self._check(engine, hf_config)
@@ -58,6 +59,7 @@ class ExternalFleet(Fleet):
             return [f"{who} is no engine of `vime engine`: {error}"]
         self.num_readers += len(workers)
         self.shared_memory_ids |= {worker["shared_memory"] for worker in workers}
+        self.is_on_cuda &= all(worker["device_type"] == "cuda" for worker in workers)
         told = workers[0]
         wanted = {
             "vime": vime.__version__,

@@ -130,7 +130,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
         route = None
         if generates and plan.layout.trainer_devices:
             route = route_weights(config, placement, platform.transports, fleet)
-            progress.message(describe(placement, route.transport))
+            progress.message(describe(placement, route.transport, route.why))
         reservation = reserve(platform, placement)
         devices = plan_devices(config, hf_config, plan.layout, platform, progress)
         progress.message(_what_starts(plan.layout))

@@ -141,8 +141,8 @@ def place(layout: Layout, cluster: ClusterConfig, nodes: Sequence[Node], driver:
     return Placement(layout, tuple(homes[device] for device in range(layout.num_devices)), driver)
 
 
-def describe(placement: Placement, transport: str) -> str:
-    """One line on what runs where, for whoever watches the run."""
+def describe(placement: Placement, transport: str, why: str = "") -> str:
+    """One line on what runs where, for whoever watches the run. Args: why: this transport and no better one."""
 
     def at(devices: Sequence[int]) -> str:
         return ", ".join(dict.fromkeys(placement.nodes[device].address for device in devices))
@@ -150,5 +150,5 @@ def describe(placement: Placement, transport: str) -> str:
     engines = [device for engine in placement.layout.engine_devices for device in engine]
     return (
         f"trainer on {at(placement.layout.trainer_devices)}; engines on {at(engines) or 'their own'}; router on "
-        f"{placement.driver.address}; weights travel by {transport}"
+        f"{placement.driver.address}; weights travel by {transport}{f' ({why})' if why else ''}"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vime.config import Config
 from vime.orchestration import sizes
 from vime.orchestration.external import ExternalFleet
 from vime.orchestration.placement import Placement
+from vime.orchestration.sizes import Reach
 from vime.platform.machine import address_towards, shared_memory_id
 from vime.weight_sync import Route
 
@@ -22,20 +24,31 @@ def route_weights(config: Config, placement: Placement, transports: Sequence[str
     """
     sender = placement.layout.trainer_devices[0]
     if not isinstance(fleet, ExternalFleet):
-        transport = sizes.transport_name(config, transports, same_node=placement.engines_share_the_senders_node)
+        engines = {device for devices in placement.layout.engine_devices for device in devices}
+        reach = Reach(
+            same_node=placement.engines_share_the_senders_node,
+            same_devices=engines <= set(placement.layout.trainer_devices),
+            own_devices=sender not in engines,
+        )
+        transport, why = sizes.transport_name(config, transports, reach)
         readers = sum(map(len, placement.layout.engine_devices))
-        return Route(transport=transport, host=placement.host(sender), num_readers=readers)
+        return Route(transport=transport, host=placement.host(sender), num_readers=readers, why=why)
     # Rank 0's own view is known here where it runs on this process's node; elsewhere nothing is taken for granted.
     is_here = placement.nodes[sender].node_id == placement.driver.node_id
     same_memory = is_here and fleet.shared_memory_ids == {shared_memory_id()}
-    transport = sizes.transport_name(config, transports, same_node=same_memory)
+    # On this node they may share a device with the trainer; elsewhere they cannot.
+    reach = Reach(same_node=same_memory, same_devices=False, own_devices=not same_memory and fleet.is_on_cuda)
+    wanted = config.sync.update_weight_transport
+    if wanted == "nccl" and fleet.is_on_cuda:
+        reach = replace(reach, own_devices=True)  # the user knows
+    transport, why = sizes.transport_name(config, transports, reach)
     if is_here:
         hosts = {address_towards(*split_address(address)) for address in fleet.addresses}
         # An engine behind the loopback can also be reached, and reach us, by the outward address.
         host = max(hosts, key=lambda one: not one.startswith("127."))
     else:
         host = placement.nodes[sender].address
-    return Route(transport=transport, host=host, num_readers=fleet.num_readers)
+    return Route(transport=transport, host=host, num_readers=fleet.num_readers, why=why)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config import Config
@@ -69,18 +69,43 @@ def weight_call_timeout_s(config: Config) -> float:
     return 2 * config.sync.update_weight_timeout_s + _LOAD_S
 
 
-def transport_name(config: Config, possible: Sequence[str], *, same_node: bool) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Where the engines of a run are, seen from the trainer."""
+
+    same_node: bool
+    """Shared memory reaches from training rank 0 to every engine."""
+    same_devices: bool
+    """Every device of an engine has a training rank on it."""
+    own_devices: bool
+    """Every engine is on CUDA devices, none of them training rank 0's."""
+
+    def obstacle(self, transport: str) -> str | None:
+        """Why a transport does not reach the engines; None where it does."""
+        if transport == "shm" and not self.same_node:
+            return "engines are on another node than training rank 0"
+        if transport == "ipc" and not self.same_devices:
+            return "an engine has a device without a training rank"
+        if transport == "nccl" and not self.own_devices:
+            return "an engine has no CUDA device apart from training rank 0's, and NCCL wants one for each member"
+        return None
+
+
+def transport_name(config: Config, possible: Sequence[str], reach: Reach) -> tuple[str, str]:
     """--update-weight-transport, or the platform's best for where trainer and engines are.
 
-    Args: same_node: whether shared memory reaches from the sender to every engine.
-    Raises: ConfigError if shared memory is wanted where it does not reach.
+    Returns: the name; which better ones do not reach, and why, in words (empty where the name was given).
+    Raises: ConfigError if one is wanted that does not reach.
     """
     wanted = config.sync.update_weight_transport
-    if wanted == "shm" and not same_node:
+    obstacles = {name: obstacle for name in possible if (obstacle := reach.obstacle(name)) is not None}
+    reaching = [name for name in possible if name not in obstacles]
+    if wanted == "auto":
+        better = possible[: possible.index(reaching[0])]
+        return reaching[0], "; ".join(f"not {name}: {obstacles[name]}" for name in better)
+    if wanted in obstacles:
         raise ConfigError(
-            "--update-weight-transport is shm, but engines are on another node than training rank 0; use gloo, or disk "
-            "with --update-weight-disk-dir on a shared file system"
+            f"--update-weight-transport is {wanted}, but {obstacles[wanted]}; use {' or '.join(reaching)} (disk needs "
+            "--update-weight-disk-dir on a file system that all nodes see)"
         )
-    if wanted != "auto":
-        return wanted
-    return next(name for name in possible if same_node or name != "shm")
+    return wanted, ""

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class TrainerWorker:
 
     def open_store(self) -> int:
         """Serve the store at which ranks on several nodes meet, on this node's address. Returns: its port."""
-        from vime.weight_sync.gloo import bound_store
+        from vime.weight_sync.broadcast import bound_store
 
         self._store, port = bound_store(self._host, self._timeout)
         return port
@@ -83,9 +83,9 @@ class TrainerWorker:
 
         silence()
         from vime.trainer.megatron.trainer import MegatronTrainer
-        from vime.weight_sync import make_writer
+        from vime.weight_sync import COLLECTIVE, make_writer
 
-        if self._rank == 0 and self._route is not None:
+        if self._route is not None and (self._rank == 0 or self._route.transport in COLLECTIVE):
             self._writer = make_writer(self._route, self._config)
         self._trainer = MegatronTrainer(
             self._config,
@@ -100,7 +100,7 @@ class TrainerWorker:
 
     def _join_store(self, host: str, port: int) -> Any:
         if self._store is None:
-            from vime.weight_sync.gloo import joined_store
+            from vime.weight_sync.broadcast import joined_store
 
             self._store = joined_store(host, port, self._timeout)
         return self._store
@@ -118,7 +118,7 @@ class TrainerWorker:
         self._buckets = self._trainer.weights(version)
 
     def next_bucket(self) -> tuple[bool, BucketMessage | None]:
-        """(there was one, its message on rank 0). The previous bucket's bytes may be overwritten."""
+        """(there was one, its message on rank 0). The bytes of the one before the previous are overwritten."""
         assert self._buckets is not None, "begin_weights was not called"
         for message in self._buckets:
             return True, message
@@ -229,18 +229,19 @@ class TrainerGroup:
         metrics: Metrics = self._all("train", ray.put(batch))[0]
         return metrics
 
-    def weights(self, version: PolicyVersion) -> Generator[BucketMessage, None, None]:
+    def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
         """See `Trainer`."""
         self._wait([w.begin_weights.remote(version) for w in self._workers])
-        try:
-            while True:
-                there, message = self._wait([w.next_bucket.remote() for w in self._workers])[0]
-                if not there:
-                    return
-                yield message
-        except GeneratorExit:
-            self._wait([w.call_off_weights.remote() for w in self._workers])
-            raise
+        while True:
+            # All ranks: with ipc, each of them must hold the bucket before any engine reads it.
+            there, message = self._wait([w.next_bucket.remote() for w in self._workers])[0]
+            if not there:
+                return
+            yield message
+
+    def call_off_weights(self) -> None:
+        """See `Trainer`."""
+        self._wait([w.call_off_weights.remote() for w in self._workers])
 
     def weight_names(self) -> list[str]:
         """See `Trainer`."""

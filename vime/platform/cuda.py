@@ -40,7 +40,7 @@ class CudaPlatform:
     ray_resource = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     turns_problem: str | None = None
-    transports: tuple[str, ...] = ("shm", "gloo", "disk")
+    transports: tuple[str, ...] = ("ipc", "nccl", "shm", "gloo", "disk")
 
     def device_count(self) -> int:
         """NVIDIA devices of this node that CUDA_VISIBLE_DEVICES leaves; 0 without a driver."""

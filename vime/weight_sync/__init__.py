@@ -12,20 +12,26 @@ if TYPE_CHECKING:
     from vime.protocols import BucketWriter
 
 
+COLLECTIVE = ("ipc",)
+"""Transports whose writer is on every training rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """How the weights of a run travel."""
 
     transport: str
-    """Module of this package: "shm", "gloo" or "disk"."""
+    """Module of this package: "ipc", "nccl", "shm", "gloo" or "disk"."""
     host: str
     """The sender's address that the engines can reach."""
     num_readers: int
     """Engine worker processes, over all engines."""
+    why: str = ""
+    """Which better transports do not reach the engines."""
 
 
 def make_writer(route: Route, config: Config) -> BucketWriter:
-    """The trainer's end of a transport, as the settings want it. Called once, in the process that sends.
+    """The trainer's end of a transport, as the settings want it. Called once: on rank 0, or on all (COLLECTIVE).
 
     Raises: ValueError on a transport that does not exist.
     """
@@ -42,7 +48,15 @@ def make_writer(route: Route, config: Config) -> BucketWriter:
         from vime.weight_sync import gloo
 
         return gloo.Writer(route.host, route.num_readers, config.sync.update_weight_timeout_s)
-    raise ValueError(f"--update-weight-transport is {route.transport!r}; there are shm, disk and gloo")
+    if route.transport == "nccl":
+        from vime.weight_sync import nccl
+
+        return nccl.Writer(route.host, route.num_readers, config.sync.update_weight_timeout_s)
+    if route.transport == "ipc":
+        from vime.weight_sync import ipc
+
+        return ipc.Writer(config.sync.update_weight_buffer_size)
+    raise ValueError(f"--update-weight-transport is {route.transport!r}; there are ipc, nccl, shm, gloo and disk")
 
 
 def _after_write(config: Config) -> Callable[[Path, int], None] | None:

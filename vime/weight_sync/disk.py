@@ -1,7 +1,7 @@
 """The disk transport: each bucket is a file in a folder that trainer and engines both see.
 
-The previous bucket's file is removed when the next is written, so that at most one lies there at a time. The writer
-holds a lock on its file; one whose lock is free was left by a writer that was killed, and the next writer removes it.
+A bucket's file is removed when the next but one is written, so that at most two lie there at a time. The writer holds a
+lock on its files; one whose lock is free was left by a writer that was killed, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from vime.errors import WeightSyncError
-from vime.weight_sync.layout import bucket_specs, copy_into, view_tensors
+from vime.weight_sync.layout import checked_length, lay_out
 from vime.wire import BucketMessage
 
 _SUFFIX = ".vime-bucket"
@@ -36,34 +37,35 @@ class Writer:
     def __init__(self, folder: Path, after_write: Callable[[Path, int], None] | None = None) -> None:
         self._after_write = after_write
         self._folder = folder.resolve()
-        self._current: Path | None = None
-        self._file: BinaryIO | None = None
+        self._files: dict[int, tuple[Path, BinaryIO]] = {}
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_stale_buckets(self._folder)
 
-    def write(self, tensors: Sequence[tuple[str, Any]], version: int, index: int) -> BucketMessage:
+    def write(
+        self, outlines: Sequence[tuple[str, Any]], contents: Iterable[Any], version: int, index: int
+    ) -> BucketMessage:
         """Write the tensors to a file that is complete once it has its name.
 
         Raises: WeightSyncError if the disk is full or the folder cannot be written.
         """
-        self._remove_current()
-        specs, num_bytes = bucket_specs(tensors)
+        self._remove(index % 2)
+        specs, data = lay_out(outlines, contents, lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
+        num_bytes = data.numel()
         path = self._folder / f"v{version}-{index}-{secrets.token_hex(8)}{_SUFFIX}"
         partial = path.with_suffix(".partial")
-        data = torch.zeros(num_bytes, dtype=torch.uint8)
-        copy_into(data, tensors, specs)
         try:
-            self._file = partial.open("wb")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._file.write(data.numpy().data)
-            self._file.flush()
-            os.fsync(self._file.fileno())  # the reader may be on another node
-            partial.rename(path)
+            with ExitStack() as stack:
+                file = stack.enter_context(partial.open("wb"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(data.numpy().data)
+                file.flush()
+                os.fsync(file.fileno())  # the reader may be on another node
+                partial.rename(path)
+                stack.pop_all()  # open, and so locked, for as long as the file is there
         except OSError as error:
             partial.unlink(missing_ok=True)
-            self._close_file()
             raise WeightSyncError(f"cannot write a bucket of {num_bytes} bytes to {self._folder}: {error}") from error
-        self._current = path
+        self._files[index % 2] = (path, file)
         if self._after_write is not None:
             self._after_write(path, version)
         return BucketMessage(version, index, specs, num_bytes, {"path": str(path)})
@@ -72,19 +74,15 @@ class Writer:
         """Nobody waits for a bucket here."""
 
     def close(self) -> None:
-        """Remove the last bucket's file."""
-        self._remove_current()
+        """Remove the last buckets' files."""
+        for turn in (0, 1):
+            self._remove(turn)
 
-    def _remove_current(self) -> None:
-        if self._current is not None:
-            self._current.unlink(missing_ok=True)
-            self._current = None
-        self._close_file()
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _remove(self, turn: int) -> None:
+        if turn in self._files:
+            path, file = self._files.pop(turn)
+            path.unlink(missing_ok=True)
+            file.close()
 
 
 def remove_stale_buckets(folder: Path) -> list[str]:
@@ -108,8 +106,8 @@ def remove_stale_buckets(folder: Path) -> list[str]:
 class Reader:
     """The engine's end."""
 
-    def read(self, bucket: BucketMessage) -> list[tuple[str, Any]]:
-        """[(HF name, tensor)]. Raises: WeightSyncError if the file is missing or too short."""
+    def read(self, bucket: BucketMessage, device: torch.device) -> torch.Tensor:
+        """The bucket's bytes on `device`. Raises: WeightSyncError if the file is missing or too short."""
         path = Path(str(bucket.location.get("path")))
         if path.suffix != _SUFFIX:
             raise WeightSyncError(f"{path} is not a bucket of vime's")
@@ -120,7 +118,10 @@ class Reader:
                 f"cannot read bucket {bucket.index} from {path}: {error}; does the engine's node see "
                 "--update-weight-disk-dir?"
             ) from error
-        return view_tensors(torch.from_numpy(data), bucket)
+        return checked_length(torch.from_numpy(data), bucket).to(device)
+
+    def end_sync(self) -> None:
+        """Nothing is held between buckets."""
 
     def close(self) -> None:
         """Nothing is held between buckets."""

@@ -1,50 +1,77 @@
-"""How a bucket's tensors lie in bytes; shared by the transports that carry plain bytes."""
+"""How a bucket's tensors lie in bytes; shared by all transports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from vime.errors import WeightSyncError
-from vime.wire import BucketMessage, TensorSpec, aligned, checksum
+from vime.wire import BucketMessage, TensorSpec, aligned, checksums
 
 
-def bucket_specs(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Place and checksum (on its own device) of each tensor, one after the other. Returns: specs, total bytes."""
+def places(outlines: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where each tensor lies, one after the other; checksums are 0. Returns: specs, total bytes.
+
+    Args: outlines: [(HF name, tensor)], of which only dtype and shape are looked at.
+    """
     specs: list[TensorSpec] = []
     offset = 0
-    for name, tensor in tensors:
+    for name, tensor in outlines:
         num_bytes = tensor.numel() * tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, num_bytes, checksum(tensor)))
+        specs.append(TensorSpec(name, _dtype_name(tensor), tuple(tensor.shape), offset, num_bytes, 0))
         offset += aligned(num_bytes)
     return tuple(specs), max(offset, 1)  # an empty mapping cannot be made
 
 
-def copy_into(target: torch.Tensor, tensors: Sequence[tuple[str, torch.Tensor]], specs: Sequence[TensorSpec]) -> None:
-    """Copy each tensor's bytes to its place in `target` ([bytes] uint8, on the CPU)."""
-    for (_, tensor), spec in zip(tensors, specs, strict=True):
-        place = target[spec.offset : spec.offset + spec.num_bytes].view(tensor.dtype).view(spec.shape)
-        place.copy_(tensor.detach())
+def lay_out(
+    outlines: Sequence[tuple[str, torch.Tensor]],
+    contents: Iterable[torch.Tensor],
+    place: Callable[[int], torch.Tensor],
+) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+    """Copy a bucket's tensors to their place, one at a time, with their checksums computed on the device they are on.
 
-
-def view_tensors(source: torch.Tensor, bucket: BucketMessage) -> list[tuple[str, torch.Tensor]]:
-    """[(name, view)] of a bucket's tensors in `source` ([bytes] uint8).
-
-    Raises: WeightSyncError if a tensor leaves `source`, or its dtype and shape do not fit its bytes.
+    Args:
+        outlines: [(HF name, tensor)], of which only dtype and shape are looked at.
+        contents: the tensors, in that order; they may be made as they are asked for.
+        place: bytes -> a tensor of so many uint8. Where the contents are on another device, they are laid out there
+            first and cross over in one copy.
+    Returns: specs, and the bucket's bytes in their place.
     """
-    views = []
-    for spec in bucket.tensors:
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WeightSyncError(f"{spec.name} has the unknown dtype {spec.dtype!r}")
-        count = torch.Size(spec.shape).numel()
-        end = spec.offset + spec.num_bytes
-        if spec.offset < 0 or end > source.numel() or count * dtype.itemsize != spec.num_bytes:
-            raise WeightSyncError(
-                f"{spec.name}: {spec.num_bytes} bytes at {spec.offset} do not hold {spec.dtype} {list(spec.shape)} "
-                f"in a bucket of {source.numel()} bytes"
-            )
-        views.append((spec.name, source[spec.offset : end].view(dtype).view(spec.shape)))
-    return views
+    specs, num_bytes = places(outlines)
+    target = place(num_bytes)
+    stream = iter(contents)
+    first = next(stream, None)
+    if first is None:
+        return specs, target
+    data = target if first.device == target.device else torch.empty(num_bytes, dtype=torch.uint8, device=first.device)
+    for tensor, spec in zip(chain([first], stream), specs, strict=True):
+        _put(data, tensor, spec)
+    sums = checksums(data, [spec.num_bytes for spec in specs])
+    if data is not target:
+        target.copy_(data)
+    return tuple(replace(spec, checksum=one) for spec, one in zip(specs, sums, strict=True)), target
+
+
+def _put(data: torch.Tensor, tensor: torch.Tensor, spec: TensorSpec) -> None:
+    if tuple(tensor.shape) != spec.shape or _dtype_name(tensor) != spec.dtype:
+        raise WeightSyncError(
+            f"{spec.name} was announced as {spec.dtype} {list(spec.shape)} and is {_dtype_name(tensor)} "
+            f"{list(tensor.shape)}"
+        )
+    end = spec.offset + spec.num_bytes
+    data[spec.offset : end].view(tensor.dtype).view(spec.shape).copy_(tensor.detach())
+    data[end : spec.offset + aligned(spec.num_bytes)].zero_()  # a bucket that was there before may show
+
+
+def checked_length(source: torch.Tensor, bucket: BucketMessage) -> torch.Tensor:
+    """The bucket's part of `source` ([bytes] uint8). Raises: WeightSyncError if it is longer."""
+    if source.numel() < bucket.num_bytes:
+        raise WeightSyncError(f"bucket {bucket.index} of {bucket.num_bytes} bytes has a place of {source.numel()}")
+    return source[: bucket.num_bytes]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

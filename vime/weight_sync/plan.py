@@ -3,6 +3,7 @@
     pause (requests are frozen)
       -> begin: version, transport, the names that will come        engine checks them against its checkpoint
       -> bucket by bucket, each to every engine                     engine checks every tensor's checksum
+         the next one is gathered while engines load this one
       -> commit                                                     names complete, prefix cache reset, version stamped
       -> resume
       -> probe, when due                                            trainer re-scores what the engines say
@@ -92,8 +93,8 @@ class WeightSync:
         self._each("pause", lambda engine: engine.pause("keep"))
         names = self._trainer.weight_names()
         self._each("begin", lambda engine: engine.begin_weights(version, self._transport, names))
-        num_bytes, num_buckets = self._send(version)
-        self._each("commit", lambda engine: engine.commit(version))
+        sent = self._send(version)
+        parts = self._each("commit", lambda engine: engine.commit(version))
         seconds = time.monotonic() - begin
         if self._turns is not None:
             self._turns.to_generation()
@@ -101,8 +102,9 @@ class WeightSync:
         synced = time.monotonic()
         self.metrics = {
             "weight_sync/seconds": seconds,
-            "weight_sync/bytes": float(num_bytes),
-            "weight_sync/buckets": float(num_buckets),
+            "weight_sync/gb_per_second": sent["weight_sync/bytes"] / 1e9 / seconds,
+            **sent,
+            **{f"weight_sync/{part}_seconds": max(one[part] for one in parts) for part in parts[0]},
         }
         if self._is_probe_due():
             self._probe(version)
@@ -122,19 +124,38 @@ class WeightSync:
         """Stop the threads; a call that an engine never answers ends with the engine, and is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, version: PolicyVersion) -> tuple[int, int]:
+    def _send(self, version: PolicyVersion) -> Metrics:
+        """Every bucket to every engine. Returns: what was sent, and how long the trainer took over it."""
         num_bytes = num_buckets = 0
-        weights = self._trainer.weights(version)
-        for bucket in weights:
-            # Every engine has answered before the next bucket is asked for: its place in memory may be reused.
-            self._each(
+        gathering = 0.0
+        receiving: Callable[[], list[None]] | None = None
+        buckets = iter(self._trainer.weights(version))
+        while True:
+            begin = time.monotonic()
+            try:
+                bucket = next(buckets, None)
+            except WeightSyncError:
+                if receiving is not None:
+                    receiving()  # an engine that failed is the cause, and says more
+                raise
+            gathering += time.monotonic() - begin
+            # Every engine has the one before, in whose place the next but one will lie.
+            if receiving is not None:
+                receiving()
+            if bucket is None:
+                break
+            receiving = self._begin(
                 f"bucket {bucket.index}",
                 lambda engine, b=bucket: engine.receive(b),  # type: ignore[misc]
-                on_failure=weights.close,
+                on_failure=self._trainer.call_off_weights,
             )
             num_bytes += bucket.num_bytes
             num_buckets += 1
-        return num_bytes, num_buckets
+        return {
+            "weight_sync/bytes": float(num_bytes),
+            "weight_sync/buckets": float(num_buckets),
+            "weight_sync/gather_seconds": gathering,
+        }
 
     def _is_probe_due(self) -> bool:
         if not self._interval:
@@ -172,10 +193,14 @@ class WeightSync:
                 "--weight-probe-tolerance"
             )
 
-    def _each(
+    def _each(self, step: str, call: Callable[[Engine], _T]) -> list[_T]:
+        """Call every engine at once and wait for all. Raises: WeightSyncError with every engine's problem."""
+        return self._begin(step, call)()
+
+    def _begin(
         self, step: str, call: Callable[[Engine], _T], *, on_failure: Callable[[], None] | None = None
-    ) -> list[_T]:
-        """Call every engine at once and wait for all. Raises: WeightSyncError with every engine's problem.
+    ) -> Callable[[], list[_T]]:
+        """Call every engine at once. Returns: what waits for all, and raises WeightSyncError with every problem.
 
         Args: on_failure: called once, as soon as an engine failed while others may still be waiting for it.
         """
@@ -185,12 +210,16 @@ class WeightSync:
                 return call(self._engines[number])
 
         futures = [self._pool.submit(timed, number) for number in range(len(self._engines))]
-        if on_failure is not None:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            if any(future.exception() for future in done):
-                on_failure()
-        problems = [(number, error) for number, future in enumerate(futures) if (error := future.exception())]
-        if problems:
-            told = "; ".join(f"engine {number}: {error}" for number, error in problems)
-            raise WeightSyncError(f"weight sync, {step}: {told}") from problems[0][1]
-        return [future.result() for future in futures]
+
+        def results() -> list[_T]:
+            if on_failure is not None:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                if any(future.exception() for future in done):
+                    on_failure()
+            problems = [(number, error) for number, future in enumerate(futures) if (error := future.exception())]
+            if problems:
+                told = "; ".join(f"engine {number}: {error}" for number, error in problems)
+                raise WeightSyncError(f"weight sync, {step}: {told}") from problems[0][1]
+            return [future.result() for future in futures]
+
+        return results

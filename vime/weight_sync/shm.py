@@ -1,4 +1,4 @@
-"""The shm transport: one shared-memory segment on this node, rewritten for every bucket.
+"""The shm transport: two shared-memory segments on this node, rewritten in turn, bucket by bucket.
 
 A segment is a file under /dev/shm, mapped by both ends. Python's SharedMemory is not used: its resource tracker
 unlinks segments that a reader merely attached to (before Python 3.13), and leaves those of a killed writer. Here the
@@ -13,14 +13,14 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vime.errors import WeightSyncError
-from vime.weight_sync.layout import bucket_specs, copy_into, view_tensors
+from vime.weight_sync.layout import checked_length, lay_out
 from vime.wire import BucketMessage
 
 SHM_FOLDER = Path("/dev/shm")
@@ -28,58 +28,61 @@ _NAME = re.compile(r"vime-\d+-\d+-[0-9a-f]{16}")
 
 
 class Writer:
-    """The trainer's end. Its segment grows to the largest bucket and is unlinked by close(), or at exit.
+    """The trainer's end. Its segments grow to the largest bucket and are unlinked by close(), or at exit.
 
     Args: folder: where segments live; another one only in tests.
     """
 
     def __init__(self, folder: Path = SHM_FOLDER) -> None:
         self._folder = folder
-        self._segment: _Segment | None = None
+        self._segments: dict[int, _Segment] = {}
         remove_stale_segments(folder)
         atexit.register(self.close)
 
-    def write(self, tensors: Sequence[tuple[str, Any]], version: int, index: int) -> BucketMessage:
-        """Lay the tensors out in the segment, over the previous bucket.
+    def write(
+        self, outlines: Sequence[tuple[str, Any]], contents: Iterable[Any], version: int, index: int
+    ) -> BucketMessage:
+        """Lay the tensors out in a segment, over the bucket before the previous one.
 
         Raises: WeightSyncError if shared memory is too small for the bucket.
         """
-        specs, num_bytes = bucket_specs(tensors)
-        if self._segment is None or self._segment.size < num_bytes:
-            self._release()
-            self._segment = _Segment(self._folder, num_bytes)
-        copy_into(self._segment.tensor, tensors, specs)
-        return BucketMessage(version, index, specs, num_bytes, {"shm": self._segment.name})
+        turn = index % 2
+        specs, data = lay_out(outlines, contents, lambda num_bytes: self._place(turn, num_bytes))
+        return BucketMessage(version, index, specs, data.numel(), {"shm": self._segments[turn].name})
+
+    def _place(self, turn: int, num_bytes: int) -> torch.Tensor:
+        segment = self._segments.get(turn)
+        if segment is None or segment.size < num_bytes:
+            if segment is not None:
+                self._segments.pop(turn).close()
+            segment = self._segments[turn] = _Segment(self._folder, num_bytes)
+        return segment.tensor[:num_bytes]
 
     def call_off(self) -> None:
         """Nobody waits for a bucket here."""
 
     def close(self) -> None:
-        """Unlink the segment; harmless when there is none."""
-        self._release()
+        """Unlink the segments; harmless when there are none."""
+        while self._segments:
+            self._segments.popitem()[1].close()
         atexit.unregister(self.close)
-
-    def _release(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
 
 
 class Reader:
-    """The engine's end: views into the writer's segment, valid until the next bucket is written."""
+    """The engine's end: the writer's segments, mapped once each."""
 
     def __init__(self, folder: Path = SHM_FOLDER) -> None:
         self._folder = folder
-        self._name = ""
-        self._bytes: torch.Tensor | None = None
+        self._mapped: dict[str, torch.Tensor] = {}
 
-    def read(self, bucket: BucketMessage) -> list[tuple[str, Any]]:
-        """[(HF name, tensor view)]. Raises: WeightSyncError if the segment is gone or too short."""
+    def read(self, bucket: BucketMessage, device: torch.device) -> torch.Tensor:
+        """The bucket's bytes, copied to `device`. Raises: WeightSyncError if the segment is gone or too short."""
         name = str(bucket.location.get("shm"))
         if not _NAME.fullmatch(name):
             raise WeightSyncError(f"{name!r} is not the name of a segment of vime's")
-        if self._bytes is None or name != self._name:
-            self.close()
+        if name not in self._mapped:
+            for other in [other for other in self._mapped if not (self._folder / other).exists()]:
+                del self._mapped[other]
             try:
                 with (self._folder / name).open("r+b") as file:
                     mapped = mmap.mmap(file.fileno(), 0)  # writable, because torch has no read-only tensors
@@ -88,12 +91,15 @@ class Reader:
                     f"shared-memory segment {name} is gone; did the trainer end, or run on another node? "
                     "Use --update-weight-transport gloo or disk across nodes"
                 ) from None
-            self._bytes, self._name = torch.frombuffer(mapped, dtype=torch.uint8), name
-        return view_tensors(self._bytes, bucket)
+            self._mapped[name] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return checked_length(self._mapped[name], bucket).to(device, copy=True)
+
+    def end_sync(self) -> None:
+        """The segments stay mapped for the next sync."""
 
     def close(self) -> None:
         """Unmap."""
-        self._bytes, self._name = None, ""  # the mapping goes with the last tensor that views it
+        self._mapped.clear()  # a mapping goes with the last tensor that views it
 
 
 class _Segment:

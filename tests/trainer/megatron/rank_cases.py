@@ -26,9 +26,11 @@ class KeepingWriter:
     def __init__(self):
         self.sent = []
 
-    def write(self, tensors, version, index):
-        self.sent += [(name, tensor.cpu().clone()) for name, tensor in tensors]
-        return BucketMessage(version, index, (), len(tensors), {})
+    def write(self, outlines, contents, version, index):
+        for (name, outline), tensor in zip(outlines, contents, strict=True):
+            assert (outline.shape, outline.dtype) == (tensor.shape, tensor.dtype), name
+            self.sent.append((name, tensor.cpu().clone()))
+        return BucketMessage(version, index, (), len(outlines), {})
 
     def close(self): ...
 

@@ -231,8 +231,8 @@ class KeepingWriter:
     def __init__(self):
         self.buckets, self.closed = [], False
 
-    def write(self, tensors, version, index):
-        self.buckets.append([(name, tensor.clone()) for name, tensor in tensors])
+    def write(self, outlines, contents, version, index):
+        self.buckets.append([(name, tensor.clone()) for (name, _), tensor in zip(outlines, contents, strict=True)])
         return BucketMessage(version, index, (), 0, {})
 
     def close(self):

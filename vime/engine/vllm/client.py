@@ -28,7 +28,7 @@ from vime.errors import EngineDead, EngineError, WeightSyncError
 from vime.observability.activity import Activity
 from vime.observability.engine_stats import EngineStats
 from vime.protocols import Completion, GenerateRequest, ProbeResult, SamplingParams
-from vime.types import PolicyVersion
+from vime.types import Metrics, PolicyVersion
 from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
@@ -129,8 +129,11 @@ class VllmEngine:
         """Load one bucket. Raises: WeightSyncError naming the tensors whose checksum differs."""
         self._weights("/update_weights", {"update_info": bucket.to_json()})
 
-    def commit(self, version: PolicyVersion) -> None:
-        """Close the sync: names complete, prefix cache reset, version stamped. Raises: WeightSyncError."""
+    def commit(self, version: PolicyVersion) -> Metrics:
+        """Close the sync: names complete, prefix cache reset, version stamped. Raises: WeightSyncError.
+
+        Returns: see `vime.protocols.Engine`.
+        """
         self._weights("/finish_weight_update", {})
         # Frozen requests hold blocks; they are preempted and their cache is computed again under the new weights.
         answer = self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
@@ -139,6 +142,8 @@ class VllmEngine:
             raise WeightSyncError(f"{self.url} did not reset its prefix cache: {answer}")
         if self._adapter.stamps_version:
             self._expect(self._post("/update_weight_version", {"new_version": str(version)}), "success", True)
+        parts: list[dict[str, float]] = [state["seconds"] for state in self._sync_states()]
+        return {part: max(seconds[part] for seconds in parts) for part in parts[0]}
 
     def probe(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> ProbeResult:
         """Greedy continuations of a few fixed prompts, asked of this engine itself, on a fresh prefix cache."""

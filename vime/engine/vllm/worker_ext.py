@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,14 +33,20 @@ from vime.engine.vllm.partial_loads import partly_loaded
 from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_folder, checkpoint_names, listed
 from vime.errors import WeightSyncError
 from vime.platform.machine import shared_memory_id
-from vime.wire import BucketMessage, checksum
+from vime.wire import BucketMessage, view_tensors, wrong_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vime.protocols import BucketReader
 
-TRANSPORTS = ("shm", "disk", "gloo")  # vime.weight_sync.<name>.Reader; a name from outside this tuple is never imported
+TRANSPORTS = (
+    "shm",
+    "disk",
+    "gloo",
+    "nccl",
+    "ipc",
+)  # vime.weight_sync.<name>.Reader; a name from outside this tuple is never imported
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -73,6 +80,8 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
         self._ledger: WeightLedger | None = None
         self._parameters: set[str] = set()
         self._loaded_parameters: set[str] = set()
+        self.seconds = dict.fromkeys(("read", "check", "load"), 0.0)
+        """Spent on the buckets of the last sync."""
         self.is_open = False
         self.broken: str | None = None
         """Why this worker's weights may not be used; None when they may."""
@@ -98,6 +107,7 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
         if problem := self._ledger.announcement_problem():
             raise WeightSyncError(problem)
         self._loaded_parameters = set()
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.broken = f"the sync to version {self._plan.version} has not ended"
         self.is_open = True
         with self._vllm_context():
@@ -111,10 +121,8 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
         return checkpoint_names(self.model_config.model, self.model_config.hf_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket. vLLM's own version synchronizes an accelerator, which a CPU build does not have."""
+        """Load one bucket; the writer may use its place again afterwards."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SyncUpdate) -> None:
         """Check the whole bucket, then load it. Raises: WeightSyncError naming tensors."""
@@ -128,7 +136,7 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
             tensors = self._read(message)
             if problem := self._ledger.receive([name for name, _ in tensors]):
                 raise WeightSyncError(f"bucket {message.index}: {problem}")
-            with self._vllm_context():
+            with self._vllm_context(), self._timed("load"):
                 loaded = self.model.load_weights(tensors)  # type: ignore[operator]
                 if loaded is None:
                     raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
@@ -185,20 +193,19 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
     def _close(self) -> None:
         with self._vllm_context():
             finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        for reader in self._readers.values():
+            reader.end_sync()
         self.is_open = False
 
     def _read(self, message: BucketMessage) -> list[tuple[str, torch.Tensor]]:
         """The bucket's tensors, copied to this worker's device, each with the checksum the trainer announced."""
         assert self._plan is not None
-        tensors = []
-        for name, tensor in self._reader(self._plan.transport).read(message):
+        with self._timed("read"):
             # The reload keeps a layer's tensors until the layer is complete, beyond this bucket's life: always a copy.
-            tensors.append((name, tensor.to(self.device, copy=True)))
-        wrong = [
-            spec.name
-            for spec, (name, tensor) in zip(message.tensors, tensors, strict=True)
-            if name != spec.name or checksum(tensor) != spec.checksum
-        ]
+            data = self._reader(self._plan.transport).read(message, self.device)
+        tensors = view_tensors(data, message)
+        with self._timed("check"):
+            wrong = wrong_tensors(data, message)
         if wrong:
             raise WeightSyncError(f"bucket {message.index}: the checksum differs for {listed(wrong)}")
         return tensors
@@ -208,6 +215,14 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
             module = importlib.import_module(f"vime.weight_sync.{transport}")
             self._readers[transport] = module.Reader()
         return self._readers[transport]
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds[part] += time.monotonic() - begin
 
     @contextmanager
     def _vllm_context(self) -> Iterator[None]:
@@ -224,9 +239,9 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def vime_sync_state(self) -> dict[str, Any]:
-        """{"broken": why the weights may not be used or None, "is_open": a sync is under way}."""
+        """{"broken": why the weights may not be used or None, "is_open": a sync is under way, "seconds": by part}."""
         engine: SyncEngine = self.weight_transfer_engine
-        return {"broken": engine.broken, "is_open": engine.is_open}
+        return {"broken": engine.broken, "is_open": engine.is_open, "seconds": dict(engine.seconds)}
 
     def vime_identity(self) -> dict[str, Any]:
         """What a trainer that did not start this engine must know of it."""
@@ -239,6 +254,7 @@ class WorkerExtension:
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "max_model_len": int(model.max_model_len),
             "shared_memory": shared_memory_id(),
+            "device_type": self.vllm_config.device_config.device_type,
         }
 
     def vime_abandon_sync(self, reason: str) -> dict[str, Any]:

@@ -125,6 +125,15 @@ def _holders_of_experts() -> tuple[tuple[int, ...], ...]:
     )
 
 
+def outlines(names: NameMap, where: Mapping[str, Home]) -> list[tuple[str, Tensor]]:
+    """Every HF tensor that `hf_tensors` gives, in its order, without contents (on torch's "meta" device)."""
+    return [
+        (hf_name, torch.empty(shape, dtype=where[name].dtype, device="meta"))
+        for name in names.megatron_names()
+        for hf_name, shape in zip(names.to_hf(name).hf, where[name].shapes, strict=True)
+    ]
+
+
 @torch.no_grad()
 def hf_tensors(
     chunks: Sequence[torch.nn.Module], names: NameMap, model: ModelSettings, where: Mapping[str, Home]

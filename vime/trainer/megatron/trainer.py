@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class MegatronTrainer:
         rank, world_size: as torch.distributed.init_process_group takes them.
         init_method: where the ranks find each other: as torch.distributed takes it, or a store.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        writer: rank 0's end of the weight transport; None where no weights are sent.
+        writer: this rank's end of the weight transport; None where it sends no weights.
     Raises: ConfigError for a checkpoint or setting that cannot be trained.
     """
 
@@ -307,11 +307,16 @@ class MegatronTrainer:
     def weights(self, version: PolicyVersion) -> Iterator[BucketMessage | None]:
         """All weights by HF name, in buckets of --update-weight-buffer-size; None on ranks that do not write.
 
-        A bucket is valid until the next is asked for. All ranks must iterate to the end.
+        A bucket is valid until the next but one is asked for. All ranks must iterate to the end.
         """
         limit = self._config.sync.update_weight_buffer_size
-        for index, bucket in enumerate(make_buckets(self._hf_tensors(), limit)):
-            yield self._writer.write(bucket, version, index) if self._writer is not None else None
+        contents = (tensor for _, tensor in self._hf_tensors())
+        for index, bucket in enumerate(make_buckets(shards.outlines(self._names, self._homes), limit)):
+            part = islice(contents, len(bucket))  # each is gathered when the writer, or nobody, takes it
+            message = self._writer.write(bucket, part, version, index) if self._writer is not None else None
+            for _ in part:
+                pass  # hands rank 0 its parts
+            yield message
 
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
