@@ -309,3 +309,6 @@ def test_a_reference_of_another_model_or_damaged_is_refused_before_the_start(
     OF_WEIGHTS["missing tensor"](folder)
     with pytest.raises(ConfigError, match=r"--ref-load: .* lacks 1 tensor"):
         resolve(words)
+    of_reward = [word for word in words if word not in ("--use-kl-loss", "--kl-loss-coef", "0.1")]
+    with pytest.raises(ConfigError, match=r"--ref-load: .* lacks 1 tensor"):
+        resolve([*of_reward, "--kl-coef", "0.1"])

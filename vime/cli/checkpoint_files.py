@@ -8,6 +8,7 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.dtype import stored_dtype
+from vime.config.estimators import needs_reference
 from vime.config.hf import tokenizer_problem
 from vime.config.hf_weights import read_json_object
 from vime.config.modes import trains
@@ -37,7 +38,7 @@ def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any
         checked_weights(folder, family.name_map(settings), settings, dtype=dtype, remedy=_REMEDY, reads_head=True)
     except ConfigError as error:
         problems += error.problems
-    if config.algo.use_kl_loss and config.checkpoint.ref_load is not None and trains(config):
+    if needs_reference(config.algo) and config.checkpoint.ref_load is not None and trains(config):
         problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder)
     if problems:
         raise ConfigError(problems)
