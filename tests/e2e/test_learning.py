@@ -1,4 +1,7 @@
-"""The quickstart learns, for three of three seeds; a control without updates does not. Minutes each."""
+"""The quickstart learns, for three of three seeds, in turns and one step ahead; a control without updates does not.
+
+Minutes each.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,18 @@ def quickstart(folder: Path, *flags: str) -> tuple[int, str, dict[str, Any], lis
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_learns(seed: int, tmp_path: Path) -> None:
-    code, output, summary, rows = quickstart(tmp_path, "--seed", str(seed))
+@pytest.mark.parametrize("order", [(), ("--one-step-ahead",)], ids=["in-turns", "one-step-ahead"])
+def test_the_quickstart_learns(seed: int, order: tuple[str, ...], tmp_path: Path) -> None:
+    code, output, summary, rows = quickstart(tmp_path, "--seed", str(seed), *order)
     assert code == 0, output
     assert summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] >= 0.75
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.25
     assert summary["peak_rss_gib"] < 12
-    differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows if "perf/step_time" in row]
-    assert max(differences) <= 1e-5
+    steps = [row for row in rows if "perf/step_time" in row]
+    ages = [row["staleness/max"] for row in steps]
+    assert ages == [0] + [1 if order else 0] * (len(steps) - 1)
+    assert max(row["train/train_rollout_logprob_abs_diff"] for row in steps if not row["staleness/max"]) <= 1e-5
 
 
 def test_with_learning_rate_zero_accuracy_does_not_rise_and_the_quickstart_says_so(tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_packing(model_folde
         assert ((grad - want_grad).norm() / want_grad.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_old_policy_is_the_trainers_own_whoever_generated_the_samples(
+    model_folder, make_trainer, make_batch, steps
+):
+    """An older version's log-probs are what the difference to the engine is made of, and no part of the loss."""
+    folder, _ = model_folder()
+    own, older = (
+        make_trainer(folder).train(make_batch(LENGTHS, steps=steps, rollout_log_probs=np.full(sum(LENGTHS), sampled)))
+        for sampled in (-4.0, -4.7)
+    )
+    for name in ("train/loss", "train/pg_loss", "train/ppo_kl", "train/pg_clipfrac", "train/grad_norm"):
+        assert older[name] == own[name], name
+    assert (own["train/ppo_kl"] == 0) == (steps == 1), "only a second step finds the policy moved"
+    assert older["train/train_rollout_logprob_abs_diff"] != own["train/train_rollout_logprob_abs_diff"]
+
+
 def test_chunk_size_and_recomputation_change_nothing(model_folder, make_trainer, make_batch):
     folder, _ = model_folder()
     batch = make_batch(LENGTHS)
