@@ -3,7 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.reduce import token_loss_weights, token_mean_weights
+from vime.algo.reduce import (
+    aggregation_weights,
+    sequence_mean_weights,
+    token_loss_weights,
+    token_mean_weights,
+    token_sum_weights,
+)
+from vime.config.estimators import LOSS_AGG_MODES
 
 BORDERS = np.array([0, 2, 5, 6, 7])
 MASK = np.array([0, 1, 1, 1, 0, 1, 0])
@@ -51,3 +58,36 @@ def test_wrong_shapes_are_refused():
         token_loss_weights(MASK[:3], BORDERS, np.arange(4), 4)
     with pytest.raises(ValueError, match="n_global is 0"):
         token_loss_weights(MASK, BORDERS, np.arange(4), 0)
+    with pytest.raises(ValueError, match="length 0"):
+        token_sum_weights(MASK, BORDERS, n_global=4, length=0)
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        aggregation_weights("mean", MASK, BORDERS, **_COLUMNS)
+
+
+_COLUMNS = dict(trajectory_ids=np.array([7, 5, 7, 9]), step_ids=np.array([0, 0, 0, 1]), n_global=2, length=10)
+
+
+def test_a_sequence_mean_counts_siblings_one_by_one_and_empty_samples_in_their_step():
+    got = sequence_mean_weights(MASK, BORDERS, np.array([0, 0, 1, 1]))
+    np.testing.assert_allclose(got, [0, 1 / 2, 1 / 4, 1 / 4, 0, 1 / 2, 0])
+    without = sequence_mean_weights(MASK, BORDERS, np.array([0, 0, 1, 1]), count_empty=False)
+    np.testing.assert_allclose(without, [0, 1 / 2, 1 / 4, 1 / 4, 0, 1, 0])
+
+
+def test_a_sum_divides_by_constants():
+    np.testing.assert_allclose(token_sum_weights(MASK, BORDERS, n_global=4, length=5), MASK / 20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("trajectory-mean", [0, 1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("token-mean", [0, 1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("seq-mean-token-mean", [0, 1 / 3, 1 / 6, 1 / 6, 0, 1 / 3, 0]),
+        ("seq-mean-token-sum", [0, 1 / 2, 1 / 2, 1 / 2, 0, 1 / 2, 0]),
+        ("seq-mean-token-sum-norm", [0, 1 / 20, 1 / 20, 1 / 20, 0, 1 / 20, 0]),
+    ],
+)
+def test_each_aggregation_by_its_name(mode, weights):
+    np.testing.assert_allclose(aggregation_weights(mode, MASK, BORDERS, **_COLUMNS), weights)
+    assert mode in LOSS_AGG_MODES

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -229,3 +230,72 @@ def test_policy_loss_refuses_supervised_tokens():
 def test_making_batches_needs_no_torch():
     code = "import sys, vime.loop.batch; assert not {'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("algo", "advantages"),
+    [
+        (dict(advantage_estimator="dr_grpo", loss_agg_length=10), [0.5, -0.5, 0, 0]),
+        (dict(advantage_estimator="rloo"), [1, -1, 0, 0]),
+        (dict(advantage_estimator="gspo"), [0.7071, -0.7071, 0, 0]),
+        (dict(advantage_estimator="cispo"), [0.7071, -0.7071, 0, 0]),
+        # Rewards by token 1 1 0 2 2 2 2 2: mean 1.5, sum of squares 4, std sqrt(4 / 7).
+        (dict(advantage_estimator="reinforce_plus_plus"), np.array([-0.5, -1.5, 0.5, 0.5]) / math.sqrt(4 / 7)),
+    ],
+)
+def test_estimators_by_name(algo, advantages):
+    batch, metrics = make(two_groups(), algo=AlgoConfig(**algo))
+    np.testing.assert_allclose(batch.advantages, advantages, atol=1e-3)
+    assert metrics["rollout/advantages/max"] == pytest.approx(max(advantages), abs=1e-3)
+
+
+def test_advantages_that_differ_by_token_are_a_column():
+    batch, _ = make(two_groups(), algo=AlgoConfig(advantage_estimator="reinforce_plus_plus", gamma=0.5))
+    column = batch.extra["token_advantages"]
+    assert column.dtype == np.float32 and not column[batch.loss_mask == 0].any()
+    on = column[batch.loss_mask == 1].astype(np.float64)
+    # Returns 0.5 1 | 0 | 1 2 | 0.5 1 2.
+    returns = np.array([0.5, 1, 0, 1, 2, 0.5, 1, 2])
+    np.testing.assert_allclose(on, (returns - returns.mean()) / returns.std(ddof=1), rtol=1e-5)
+
+
+def test_the_kl_in_the_reward_leaves_advantages_to_the_trainer():
+    batch, metrics = make(two_groups(), algo=AlgoConfig(kl_coef=0.1))
+    assert not batch.advantages.any() and "rollout/advantages" not in metrics and "rollout/rewards" not in metrics
+    assert metrics["rollout/raw_reward"] == 1.25
+
+
+def test_the_overlong_penalty_is_of_the_longest_sibling_and_leaves_raw_rewards_alone():
+    groups = [
+        Group(0, [sample(0, 0, 1.0, trajectory_id=8), sample(0, 1, 1.0, response=(3, 4, 5, 6), trajectory_id=8)]),
+    ]
+    groups[0].samples.append(sample(0, 2, 0.0))
+    algo = AlgoConfig(advantage_estimator="grpo", disable_rewards_normalization=True, overlong_buffer_len=2)
+    batch, metrics = make(groups, algo=algo, global_batch_size=2, max_response_len=4)
+    assert batch.advantages.tolist() == [0, 0, 0] and batch.rewards.tolist() == [1, 1, 0]
+    assert metrics["rollout/overlong_penalty"] == -0.5 and metrics["rollout/raw_reward"] == 0.5
+    with pytest.raises(ConfigError, match="--rollout-max-response-len"):
+        make(groups, algo=algo, global_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("algo", "sums"),
+    [
+        (dict(loss_agg_mode="token-mean"), [2 / 3, 1 / 3, 2 / 5, 3 / 5]),
+        (dict(calculate_per_token_loss=True), [2 / 3, 1 / 3, 2 / 5, 3 / 5]),
+        (dict(loss_agg_mode="seq-mean-token-mean"), [1 / 2] * 4),
+        (dict(loss_agg_mode="seq-mean-token-sum"), [2 / 2, 1 / 2, 2 / 2, 3 / 2]),
+        (dict(advantage_estimator="dr_grpo", loss_agg_length=8), [2 / 16, 1 / 16, 2 / 16, 3 / 16]),
+    ],
+)
+def test_aggregations_by_name_in_two_steps(algo, sums):
+    batch, _ = make(two_groups(), algo=AlgoConfig(**algo), global_batch_size=2)
+    cu = batch.cu_seqlens
+    for name, want in ((batch.loss_weights, sums), (batch.extra["metric_weights"], [1 / 2] * 4)):
+        np.testing.assert_allclose([name[a:b].sum() for a, b in pairwise(cu)], want, rtol=1e-6)
+    assert "metric_weights" not in make(two_groups())[0].extra
+
+
+def test_a_constant_length_must_be_there():
+    with pytest.raises(ConfigError, match="--loss-agg-length"):
+        make(two_groups(), algo=AlgoConfig(advantage_estimator="dr_grpo"))

@@ -44,6 +44,15 @@ MODELS = {
 _KL = {"use_kl_loss": True, "kl_loss_coef": 0.05}
 LOSSES = {
     "rl": {**_KL, "entropy_coef": 0.01},  # clipped policy loss, KL to a reference, entropy
+    "sequences": {  # everything that needs the mean of a whole sequence, whichever ranks have its tokens
+        "advantage_estimator": "gspo",
+        "eps_clip": 0.01,
+        "use_opsm": True,
+        "opsm_delta": 0.15,
+        "use_unbiased_kl": True,
+        **_KL,
+    },
+    "kl in reward": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "gamma": 0.9, "eps_clip_c": 3.0},
     "sft": {"loss_type": "sft_loss"},
     "own": {  # the loss of "rl" as a custom function
         "loss_type": "custom_loss",
@@ -131,6 +140,8 @@ SMOKE = [
     Case("CP2 EP2", "glm"),
     Case("TP2+SP EP2 ETP1", "moe"),
     Case("TP2+SP", option="bf16"),
+    Case("CP2", loss="sequences"),
+    Case("CP2", loss="kl in reward"),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
@@ -184,6 +195,13 @@ MATRIX = [
     Case("CP2", "llama tied", loss="sft"),
     Case("PP2 VP2", "qwen3 deep", loss="sft"),
     Case("DP2 EP2", "glm", loss="sft"),
+    Case("DP2", loss="sequences"),
+    Case("TP2+SP", "llama", loss="sequences"),
+    Case("PP2", loss="sequences"),
+    Case("PP2 VP2", "qwen3 deep", loss="sequences"),
+    Case("CP2 EP2", "glm", loss="sequences"),
+    Case("DP2", loss="kl in reward"),
+    Case("PP2", loss="kl in reward"),
     Case("PP2", loss="own"),
     Case("CP2", loss="own"),
     # Memory, overlap, precision
@@ -255,6 +273,10 @@ MATRIX = [
     Case("TP2+SP PP2", "llama", "recompute full"),
     Case("DP2 TP2", loads="TP2+SP PP2 qwen3"),
     Case("PP2 CP2", loads="TP2+SP PP2 qwen3"),
+    Case("CP4", loss="sequences"),
+    Case("DP2 CP2", loss="sequences"),
+    Case("PP2 CP2", "llama", loss="sequences"),
+    Case("TP2+SP CP2", loss="kl in reward"),
     Case("DP4 EP4", "moe"),
     Case("DP4 EP2", "moe"),
     Case("DP2 TP2+SP EP4 ETP1", "moe"),
@@ -293,6 +315,7 @@ def with_batches(case: Case, world_size: int) -> Case:
     ]
     batches = [replace(b, steps=tuple(_with_multiple(_dealt(step, dp), multiple) for step in b.steps)) for b in batches]
     for batch in batches:
+        batch.rewards[:] = batch.advantages
         batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
     return replace(case, batches=tuple(batches))
 
