@@ -1,4 +1,4 @@
-"""Dynamic sampling filters."""
+"""Filters of groups and of samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from vime.config import Config, RewardConfig
 from vime.errors import RewardError
 from vime.protocols import RolloutContext
-from vime.rollout.filters import FilterOutput, check_reward_nonzero_std, reward_name
-from vime.types import Sample
+from vime.rollout.filters import FilterOutput, check_reward_nonzero_std, remove_truncated, reward_name
+from vime.types import Group, Sample, SampleStatus
 
 
 def judge(rewards: list[Any], key: str | None = None) -> FilterOutput:
@@ -39,3 +39,12 @@ def test_the_reward_key_chooses_the_entry() -> None:
 
 def test_reward_names_have_one_decimal_and_no_negative_zero() -> None:
     assert [reward_name(r) for r in (1.0, 0.96, -0.01, -1.25, 10.0)] == ["1", "1", "0", "-1.2", "10"]
+
+
+def test_truncated_samples_stay_in_their_group_without_a_gradient() -> None:
+    context = RolloutContext(Config(), engines=None, tokenizer=None, reward=None)  # type: ignore[arg-type]
+    statuses = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.COMPLETED)
+    samples = [Sample(status=status, group_id=0, sample_id=i) for i, status in enumerate(statuses)]
+    samples[2].remove_sample = True  # by an earlier filter
+    remove_truncated(context, [Group(0, samples)])
+    assert [s.remove_sample for s in samples] == [False, True, True]

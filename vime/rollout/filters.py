@@ -1,4 +1,4 @@
-"""Dynamic sampling filters: which finished groups are worth training on. A dropped group is replaced."""
+"""Filters: which finished groups are worth training on (a dropped one is replaced), and which samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vime.protocols import RolloutContext
 from vime.rewards.score import scalar_reward
-from vime.types import Sample
+from vime.types import Group, Sample, SampleStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ def check_reward_nonzero_std(config: RolloutContext, samples: Sequence[Sample]) 
     if max(rewards) > min(rewards):
         return FilterOutput(True)
     return FilterOutput(False, f"zero_std_{reward_name(rewards[0])}")
+
+
+def remove_truncated(config: RolloutContext, groups: Sequence[Group]) -> None:
+    """Learn nothing from responses that a length limit cut off; they stay in their group's statistics.
+
+    For --rollout-sample-filter-path. Source: overlong filtering of DAPO, arXiv:2503.14476.
+    """
+    for sample in (sample for group in groups for sample in group.samples):
+        sample.remove_sample = sample.remove_sample or sample.status is SampleStatus.TRUNCATED
 
 
 def reward_name(reward: float) -> str:
