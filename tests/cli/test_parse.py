@@ -145,7 +145,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(words: list[str], problem: 
     [
         ("--vllm-model", "--hf-checkpoint"),
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
-        ("--vllm-enable-sleep-mode", "engines keep their memory"),
+        ("--vllm-enable-sleep-mode", "it follows from --colocate and --offload-rollout"),
         ("--vllm-seed", "--rollout-seed"),
         ("--vllm-dtype", "the dtype that is trained in"),
         ("--vllm-quantization", "unquantized"),

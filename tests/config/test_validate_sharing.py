@@ -10,8 +10,8 @@ from vime.config import ClusterConfig, Config, DebugConfig
 from vime.config.validate_sharing import check_sharing
 
 
-def problems(*, turns_problem: str | None = None, vllm: dict[str, Any] | None = None, **cluster: Any) -> list[str]:
-    config = Config(cluster=ClusterConfig(**{"colocate": True, **cluster}), vllm=vllm or {})
+def problems(*, turns_problem: str | None = None, **cluster: Any) -> list[str]:
+    config = Config(cluster=ClusterConfig(**{"colocate": True, **cluster}))
     return list(check_sharing(config, platform="cuda", turns_problem=turns_problem))
 
 
@@ -36,7 +36,6 @@ def test_settings_that_go_together(cluster: dict[str, bool]) -> None:
         ({"offload_train": True, "offload_rollout": False}, "--offload-train, --no-offload-rollout: a trainer that"),
         ({"offload": True, "offload_rollout": False}, "--offload, --no-offload-rollout: a trainer that leaves frees"),
         ({"colocate": False, "offload": True}, "--offload: without --colocate trainer and engines have devices of"),
-        ({"offload": True, "vllm": {"enable_sleep_mode": False}}, "--no-vllm-enable-sleep-mode: engines of --colocate"),
         (
             {"offload": True, "turns_problem": "it has no memory"},
             "--offload: the cuda platform cannot do it: it has no",

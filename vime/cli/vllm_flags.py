@@ -42,7 +42,7 @@ OWNED = {
     "worker_extension_cls": "vime loads weights through its own; a plug-in of vLLM's can add others",
     "weight_transfer_config": "use --update-weight-transport",
     "logprobs_mode": "always processed_logprobs: the log-probs of what was sampled from",
-    "enable_sleep_mode": "engines keep their memory; bound it by --vllm-gpu-memory-utilization",
+    "enable_sleep_mode": "it follows from --colocate and --offload-rollout",
     "skip_tokenizer_init": "vime needs the tokenizer for stop strings and response texts",
     "runner": "always generate",
     "dtype": "engines serve in the dtype that is trained in: the checkpoint's, or --bf16 or --no-bf16",

@@ -38,8 +38,6 @@ def check_sharing(config: Config, *, platform: str, turns_problem: str | None) -
             f"{flags}: a trainer that leaves frees memory that engines which stay do not take; drop the one or the "
             "other"
         )
-    if rollout is not False and config.vllm.get("enable_sleep_mode") is False:
-        yield "--no-vllm-enable-sleep-mode: engines of --colocate may have to sleep; drop it, or add --no-offload"
 
 
 def _flag(name: str, value: bool) -> str:

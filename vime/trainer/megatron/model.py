@@ -126,6 +126,13 @@ class Policy:
         states = [state for o in (*wrapped, *inner) for state in o.state.values()]
         return [*masters, *(value for state in states for value in state.values() if torch.is_tensor(value))]
 
+    def release(self) -> None:
+        """Let go of gradients' hooks, at the end: nothing can be trained afterwards."""
+        # Autograd's nodes hold the wrapper's hooks and it holds the nodes, a cycle that no collector sees: weights,
+        # process groups and their threads would stay.
+        for node in (node for ddp in self.ddps for node in ddp.grad_accs):
+            node.register_hook(lambda *_: None).hooks_dict_ref().clear()
+
 
 def build_chunks(
     model: ModelSettings,

@@ -401,8 +401,5 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         self._parts.close()
-        # Autograd's nodes hold the wrapper's hooks and it holds the nodes, a cycle that no collector sees: weights,
-        # process groups and their threads would stay.
-        for node in (node for ddp in self._policy.ddps for node in ddp.grad_accs):
-            node.register_hook(lambda *_: None).hooks_dict_ref().clear()
+        self._policy.release()
         parallel.stop()
