@@ -36,7 +36,7 @@ from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
 from vime.engine.vllm.client import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
 from vime.loop.turns import DeviceTurns  # noqa: E402
-from vime.weight_sync import shm  # noqa: E402
+from vime.weight_sync import Route, make_writer  # noqa: E402
 from vime.weight_sync.plan import WeightSync  # noqa: E402
 from vime.weight_sync.verify import DEFAULT_TOLERANCE  # noqa: E402
 
@@ -95,13 +95,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_tokenizer(model, config["vocab_size"])
     server = start_engine(model, folder, arguments)
     engine = VllmEngine(server.url, KEY)
-    writer = shm.Writer()
+    settings = Config(megatron={"lr": 1e-6, "bf16": True}, rollout=RolloutConfig(), train=TrainConfig())
+    writer = make_writer(Route(transport=arguments.transport, host="127.0.0.1", num_readers=1), settings)
     try:
         awake = used_bytes()
         engine.sleep(2)
         asleep = used_bytes()
         trainer = MegatronTrainer(
-            Config(megatron={"lr": 1e-6, "bf16": True}, rollout=RolloutConfig(), train=TrainConfig()),
+            settings,
             hf_path=str(model),
             platform=CUDA,
             rank=0,
@@ -114,7 +115,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sync = WeightSync(
             trainer,
             [engine],
-            transport="shm",
+            transport=arguments.transport,
             probe_prompts=PROMPTS,
             probe_interval=WARM_UP + TURNS + 1,  # at the first publish
             probe_tolerance=DEFAULT_TOLERANCE["bfloat16"],
@@ -153,6 +154,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "num_layers": config["num_hidden_layers"],
         "parameters": parameters,
         "trainer_leaves": not arguments.no_offload_train,
+        "transport": arguments.transport,
         "utilization": arguments.utilization,
         "sleep_and_wake_s": median["perf/sleep_time"] + median["perf/wake_time"],
         "median": median,
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="an HF config.json")
     parser.add_argument("--num-layers", type=int, help="instead of the config's: a cut of the model")
     parser.add_argument("--utilization", type=float, default=0.85, help="the engine's share of the device")
+    parser.add_argument("--transport", default="ipc", help="of the weight sync (default: %(default)s)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: starts sooner")
     parser.add_argument("--no-offload-train", action="store_true", help="the trainer stays on the device")
     parser.add_argument("--out", type=Path, help="append the line to this file")

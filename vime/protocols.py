@@ -79,8 +79,8 @@ TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "state")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes of a device's memory."""
+class DeviceUse:
+    """How full a device is, in bytes."""
 
     used: int
     total: int
@@ -130,7 +130,7 @@ class Trainer(Protocol):
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Come back to the device with these parts. Raises: TrainingError if it has no room."""
 
-    def device_memory(self) -> DeviceMemory | None:
+    def device_memory(self) -> DeviceUse | None:
         """Of the fullest rank's device, all processes there counted; None where there is no device but the host."""
 
 

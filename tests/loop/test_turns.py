@@ -9,7 +9,7 @@ import pytest
 
 from vime.errors import EngineDead, EngineError, TrainingError
 from vime.loop.turns import DeviceTurns
-from vime.protocols import TRAINER_PARTS, DeviceMemory
+from vime.protocols import TRAINER_PARTS, DeviceUse
 
 GIB = 1 << 30
 
@@ -66,8 +66,8 @@ class Device:
             if part not in self.present:
                 self.take(part, TrainingError)
 
-    def device_memory(self) -> DeviceMemory:
-        return DeviceMemory(self.used * GIB, 100 * GIB)
+    def device_memory(self) -> DeviceUse:
+        return DeviceUse(self.used * GIB, 100 * GIB)
 
 
 def make(*, trainer_leaves: bool = True) -> tuple[DeviceTurns, Device]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from vime.errors import EngineDead, EngineError
-from vime.protocols import TRAINER_PARTS, DeviceMemory, Engine, Trainer, TrainerPart
+from vime.protocols import TRAINER_PARTS, DeviceUse, Engine, Trainer, TrainerPart
 from vime.types import Metrics
 
 _GIB = 1 << 30
@@ -141,7 +141,7 @@ class DeviceTurns:
             raise (EngineDead if dead else EngineError)(told) from problems[0][1]
 
 
-def _room(memory: DeviceMemory | None) -> str:
+def _room(memory: DeviceUse | None) -> str:
     advice = "lower --vllm-gpu-memory-utilization, or let the trainer leave the device by --offload-train"
     if memory is None:
         return advice

@@ -91,6 +91,8 @@ def need_of(config: Config, model: ModelSettings, dtype: str, *, world_size: int
     training = training_of(config, model, dtype)
     fullest = max(estimate(model, division, training), key=lambda device: device.total)
     static = fullest.total - fullest.parts["working memory"]
+    # Two buckets of CUDA IPC stay where engines have opened them.
+    buckets = 2 * training.sync_buffer_bytes if config.sync.update_weight_transport in ("auto", "ipc") else 0
     cluster = config.cluster
     tensor = cluster.rollout_num_gpus_per_engine
     cache = config.vllm.get("kv_cache_memory_bytes")
@@ -103,9 +105,9 @@ def need_of(config: Config, model: ModelSettings, dtype: str, *, world_size: int
         cache = in_flight * length * cache_token_bytes(model, tensor, dtype)
     return Need(
         device=device_bytes,
-        step=fullest.total,
-        static=static,
-        away=_away(division),
+        step=fullest.total + buckets,
+        static=static + buckets,
+        away=_away(division) + buckets,
         late=_moments(fullest, training),
         engine=round(engine_base_bytes(model, tensor, dtype)),
         cache=round(cache),

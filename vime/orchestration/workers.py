@@ -23,7 +23,7 @@ from vime.orchestration.cluster import Reservation
 from vime.orchestration.placement import Layout, Placement
 from vime.platform import get_platform
 from vime.platform.base import Platform
-from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceMemory, TrainerPart
+from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
 from vime.wire import BucketMessage
@@ -277,9 +277,9 @@ class TrainerGroup:
         """See `Trainer`."""
         self._all("onload", parts)
 
-    def device_memory(self) -> DeviceMemory | None:
+    def device_memory(self) -> DeviceUse | None:
         """See `Trainer`."""
-        figures: list[DeviceMemory | None] = self._all("device_memory")
+        figures: list[DeviceUse | None] = self._all("device_memory")
         return max((f for f in figures if f is not None), key=lambda figure: figure.used, default=None)
 
     def take_spans(self) -> list[list[Span]]:

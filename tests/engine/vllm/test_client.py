@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from vime.engine.vllm import client as client_module
+from vime.engine.vllm import watch
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.versions import KNOWN
 from vime.errors import EngineDead, EngineError
@@ -188,7 +189,7 @@ def test_calling_off_ends_what_waits_in_another_thread_and_the_next_loop_is_free
 
 def test_an_engine_that_closes_its_port_and_never_answers_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     # What vLLM's server does when its engine core dies during a request: it waits for the connection to end.
-    monkeypatch.setattr(client_module, "_LOOK_S", 0.1)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.1)
     listener = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []
 
@@ -205,7 +206,7 @@ def test_an_engine_that_closes_its_port_and_never_answers_is_dead(monkeypatch: p
 
 
 def test_an_engine_that_takes_its_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.02)
 
     async def slow(request: web.Request) -> web.Response:
         await asyncio.sleep(0.2)

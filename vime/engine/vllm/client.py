@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +20,7 @@ from vime.engine.vllm.answers import parse_completions, request_body
 from vime.engine.vllm.engine_stats import parse_engine_stats
 from vime.engine.vllm.server import SERVED_MODEL_NAME
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
+from vime.engine.vllm.watch import watched
 from vime.errors import EngineDead, EngineError, WeightSyncError
 from vime.observability.activity import Activity
 from vime.observability.engine_stats import EngineStats
@@ -34,7 +31,6 @@ from vime.wire import BucketMessage
 _GENERATE_PATH = "/inference/v1/generate"
 _MAX_ATTEMPTS = 6
 _STATS_TIMEOUT_S = 30.0
-_LOOK_S = 5.0  # between two looks at whether an engine that has not answered yet still listens
 _FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
 
 
@@ -212,7 +208,7 @@ class VllmEngine:
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
-            response = self._watched(partial(self._http.request, method, path, **options))
+            response = watched(partial(self._http.request, method, path, **options), self.url)
         except httpx.ConnectError as error:
             raise EngineDead(f"{self.url}{path}: nobody listens there ({error}); the engine's log says why") from error
         except httpx.TransportError as error:
@@ -220,41 +216,6 @@ class VllmEngine:
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
         return dict(response.json()) if response.content else {}
-
-    def _watched(self, request: Callable[[], httpx.Response]) -> httpx.Response:
-        """The answer to a request, given up when nobody listens at the engine's address any more.
-
-        When vLLM's engine core dies, its server closes its port and then waits for open connections, for ever: without
-        a look from outside, both sides would wait for each other until the time is up.
-        """
-        done: Future[httpx.Response] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(request())
-            except BaseException as error:
-                done.set_exception(error)
-
-        # Not a pool: a request that is given up ends with the server's process, and nothing may wait for it.
-        threading.Thread(target=run, name="engine-call", daemon=True).start()
-        while True:
-            try:
-                return done.result(timeout=_LOOK_S)
-            except FutureTimeout:
-                if done.done():
-                    return done.result()
-                self._check_listening()
-
-    def _check_listening(self) -> None:
-        url = httpx.URL(self.url)
-        try:
-            socket.create_connection((url.host, url.port or 80), timeout=_LOOK_S).close()
-        except ConnectionRefusedError as error:
-            raise EngineDead(
-                f"{self.url} closed its port while a request was open: its engine core died; the engine's log says why"
-            ) from error
-        except OSError:
-            pass  # busy, or not to be reached right now: the request's own time limit decides
 
     def _expect(self, answer: Mapping[str, Any], field: str, value: Any) -> None:
         if answer.get(field) != value:

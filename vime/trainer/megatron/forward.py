@@ -59,6 +59,27 @@ def shared_log_probs(
     return share(log_probs, places, wanted, counts=counts)
 
 
+def score(
+    chunks: Sequence[torch.nn.Module], sequences: Sequence[Sequence[int]], *, layout: Layout
+) -> list[npt.NDArray[np.float32]]:
+    """Log-probs of whole sequences at temperature 1, on every rank: one [length] array each, NaN first. Collective.
+
+    Raises: ValueError for an empty sequence, or none.
+    """
+    lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("score needs sequences of at least one token")
+    tokens = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences])
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    wanted = np.ones(len(tokens), dtype=np.bool_)
+    wanted[cu[:-1]] = False
+    alone = [(i,) for i in range(len(sequences))]
+    # Every data-parallel rank computes them all.
+    counts = parallel.dp_rank() == 0
+    out = shared_log_probs(chunks, tokens, cu, alone, wanted, layout=layout, temperature=1.0, counts=counts)
+    return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
+
+
 def share(
     values: npt.NDArray[np.float32],
     places: npt.NDArray[np.int64],

@@ -7,7 +7,7 @@ import torch
 
 from vime.models import ModelSettings
 from vime.models.flops import forward_flops
-from vime.protocols import DeviceMemory
+from vime.protocols import DeviceUse
 from vime.types import Metrics, TrainBatch
 
 # part of perf/train_time -> forward passes' worth of model operations: a backward pass counts two
@@ -45,9 +45,9 @@ def memory_metrics(device_type: str) -> Metrics:
     return metrics
 
 
-def device_memory(device_type: str) -> DeviceMemory | None:
+def device_memory(device_type: str) -> DeviceUse | None:
     """Of the current device, all processes there counted."""
     if device_type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(total - free, total)
+    return DeviceUse(total - free, total)

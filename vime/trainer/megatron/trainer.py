@@ -23,7 +23,7 @@ from vime.errors import TrainingError
 from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
-from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceMemory, TrainerPart
+from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
 from vime.trainer.megatron import (
     checkpoint,
     cpu_shims,
@@ -161,26 +161,7 @@ class MegatronTrainer:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
-        lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-        if not len(lengths) or lengths.min() < 1:
-            raise ValueError("score needs sequences of at least one token")
-        tokens = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences])
-        cu = np.concatenate([[0], np.cumsum(lengths)])
-        wanted = np.ones(len(tokens), dtype=np.bool_)
-        wanted[cu[:-1]] = False
-        alone = [(i,) for i in range(len(sequences))]
-        # Every data-parallel rank computes them all.
-        out = forward.shared_log_probs(
-            self._forward,
-            tokens,
-            cu,
-            alone,
-            wanted,
-            layout=self._layout,
-            temperature=1.0,
-            counts=parallel.dp_rank() == 0,
-        )
-        return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
+        return forward.score(self._forward, sequences, layout=self._layout)
 
     def _batch_log_probs(
         self, chunks: list[torch.nn.Module], batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
@@ -390,7 +371,7 @@ class MegatronTrainer:
         """Come back to the device with these parts. Raises: TrainingError if it has no room."""
         self._parts.onload(parts)
 
-    def device_memory(self) -> DeviceMemory | None:
+    def device_memory(self) -> DeviceUse | None:
         """Of this rank's device, all processes there counted; None on the CPU platform."""
         return speed.device_memory(self._platform.device_type)
 
