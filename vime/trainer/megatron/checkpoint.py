@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.trainer.megatron import parallel
+from vime.trainer.megatron.gathered_state import is_shared
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.saving import Save
 
@@ -36,8 +37,10 @@ def begin_save(
         in_background: return when the state is copied, not when it is written.
     """
     state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
-    # The distributed optimizer gathers its state into new tensors on the host; others hand out what they train with.
-    fresh = (OPTIMIZER_STATE,) if policy.has_distributed_optimizer else ()
+    # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
+    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    is_copy = policy.has_distributed_optimizer and all(map(is_shared, parts))
+    fresh = (OPTIMIZER_STATE,) if is_copy else ()
     return Save(state, path, in_background=in_background, fresh_prefix=fresh)
 
 

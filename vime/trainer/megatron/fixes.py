@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_te_version
 
-from vime.trainer.megatron import host_optimizer
+from vime.trainer.megatron import gathered_state, host_optimizer
 
 _MARK = "__vime_fixed__"
 
@@ -27,6 +27,7 @@ def apply() -> None:
     fix_checkpoints_of_several_buckets()
     fix_checkpoints_of_stages_without_experts()
     fix_recomputed_norms()
+    gathered_state.install()
     host_optimizer.install()
 
 
