@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.chat import call, result, says, tokenizer_of, tool, user
-from vime.config import Config, DataConfig, RolloutConfig
+from vime.config import Config, DataConfig, RolloutConfig, TrainConfig
 from vime.data.prompt_set import PromptSet
 from vime.data.prompts import check_prompts, tokenise_prompts
 from vime.errors import DataError
@@ -24,6 +24,7 @@ def read(
     family: str = "smollm2",
     tokenizer: Any = None,
     rollout: dict[str, Any] | None = None,
+    train: TrainConfig = TrainConfig(),  # noqa: B008 - frozen
     **data: Any,
 ) -> PromptSet:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -31,6 +32,7 @@ def read(
     config = Config(
         data=DataConfig(prompt_data=[str(path)], **settings),
         rollout=RolloutConfig(rollout_function_path=SFT, **rollout or {}),
+        train=train,
     )
     return tokenise_prompts(config, check_prompts(config, None), tokenizer or tokenizer_of(family))
 
@@ -79,6 +81,19 @@ def test_long_answers_are_left_out_and_counted_when_asked_for(tmp_path: Path, ca
     assert len(kept) == 1
     with pytest.raises(DataError, match="none of its 1 prompts can be used: 1 are with an answer above"):
         read(path, rows[1], rollout=limit, sft_overlong="drop")
+
+
+def test_a_sample_that_no_forward_pass_takes_is_named_before_training(tmp_path: Path) -> None:
+    rows = [{"messages": [user("a"), says("A" * n)]} for n in (3, 90)]
+    budget = TrainConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=120)
+    path = tmp_path / "d.jsonl"
+    with pytest.raises(DataError, match=r"line 2: has 149 tokens, and no forward pass takes more than 120 \(--max-tok"):
+        read(path, *rows, train=budget)
+    assert len(read(path, *rows, train=budget, rollout={"rollout_max_context_len": 120})) == 2
+    limits = {"rollout_max_context_len": 130}
+    assert len(read(path, *rows, train=budget, rollout=limits, sft_overlong="drop")) == 1
+    asks = {"messages": [user("a" * 200), says("A")]}  # left out for its prompt
+    assert len(read(path, rows[0], asks, train=budget, rollout_max_prompt_len=100)) == 1
 
 
 def test_what_the_template_leaves_out_or_splits_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

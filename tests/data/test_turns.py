@@ -16,7 +16,8 @@ from tests.fakes import char_tokenizer
 from vime.data.answers import Answer, Answers, stop_tokens
 from vime.data.bad_row import BadRow
 from vime.data.chat import render_chat
-from vime.errors import ConfigError
+from vime.data.turns import text_between_turns
+from vime.errors import ConfigError, DataError
 
 TOKENIZERS = {family: tokenizer_of(family) for family in FORMATS}
 
@@ -262,6 +263,30 @@ def test_every_turn_is_learnt_once_after_exactly_the_prompt_that_generation_give
     assert next(turns, None) is None
 
 
+@pytest.mark.parametrize("family", FORMATS)
+def test_what_generation_appends_between_turns_is_what_stands_between_those_learnt(family: str) -> None:
+    messages = [
+        user("a"),
+        says("", call("calc", {}), reasoning_content="r"),
+        result("5"),
+        says("b", reasoning_content="s"),
+    ]
+    if family == "smollm2":
+        messages = [user("a"), says("A"), user("b"), says("B")]
+    (answer,) = learn(family, messages)
+    tokenizer, stops = TOKENIZERS[family], FORMATS[family].stops
+
+    def render(messages: Sequence[Any], generation_prompt: bool) -> str:
+        return render_chat(tokenizer, messages, add_generation_prompt=generation_prompt)
+
+    assert text_between_turns(render, messages[2:3], stops) == tokenizer.decode(answer.parts[1][0])
+    with pytest.raises(DataError, match="and generation at"):
+        text_between_turns(render, messages[2:3], ["<|endoftext|>"] if family != "smollm2" else ["x"])
+    if family == "smollm2":
+        with pytest.raises(DataError, match="the chat template refuses"):
+            text_between_turns(render, [{"role": "tool", "content": None}], stops)
+
+
 def test_a_stop_token_that_engines_do_not_know_is_learnt_and_told() -> None:
     """A base model's tokenizer ends documents, and the template's turns end in another token."""
     tokenizer = tokenizer_of("qwen3")
@@ -299,6 +324,7 @@ def test_a_template_that_ends_nothing_gets_the_end_of_sequence_token() -> None:
         ("glm4_moe", [user("?"), says(None, call("calc", {}))], [], "content null, which the chat template writes as"),
         ("qwen3", [user("?"), says("a<|im_end|>b")], [], "holds '<|im_end|>', which ends a turn, before its end"),
         ("smollm2", [user("?"), says("a"), result(None), says("b")], [], "refuses its first 3 messages"),
+        ("qwen3", [user("?"), says([{"type": "text", "text": "A"}])], [], "does not write what the assistant says in"),
     ],
 )
 def test_what_a_template_cannot_write_is_refused(family: str, messages: Any, tools: Any, problem: str) -> None:

@@ -19,8 +19,13 @@ END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
 MARK = "vime_init_model.json"
 """Says what the folder was made with; a folder with it may be written again."""
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\n' + tools | map('tojson') | join('\n') + '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -133,7 +138,7 @@ def run(argv: Sequence[str]) -> int:
     """`vime init-model …`. Returns: the exit code."""
     parser = argparse.ArgumentParser(
         prog="vime init-model",
-        description="Make a tiny random model to try things with. Its chat template shows no tool definitions.",
+        description="Make a tiny random model to try things with.",
         allow_abbrev=False,
     )
     add_arguments(parser)

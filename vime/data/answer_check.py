@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vime.data.answers import Answers
+from vime.data.answers import Answer, Answers
 from vime.data.records import Record
 
 logger = logging.getLogger(__name__)
@@ -20,14 +21,18 @@ class AnswerCheck:
     Args:
         num_rows: how many there are.
         measures: also find which answers would be cut, for which they are tokenised.
+            They are, too, where a sample could be longer than a forward pass takes.
     """
 
     def __init__(self, answers: Answers, num_rows: int, *, measures: bool) -> None:
-        self._answers, self._measures = answers, measures
+        self._answers, self._measures = answers, measures or answers.may_exceed
+        self._drops = measures
         self._left_out: Counter[str] = Counter()
         self._num_rows = self._num_split = 0
         self.over: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         """[num_rows] whose answer would be cut."""
+        self.too_long: dict[int, str] = {}
+        """What is wrong with samples that no forward pass takes, by position."""
 
     def look(self, position: int, record: Record, prompt: str) -> None:
         """One row, and the text of its prompt. Raises: BadRow if its answer cannot be learnt."""
@@ -37,7 +42,18 @@ class AnswerCheck:
         self._left_out.update(what for piece in pieces for what in piece.left_out)
         if self._measures:
             (found,) = self._answers.tokenise([(self._answers.tokens(prompt), pieces)])
-            self.over[position] = any(a.response_length > self._answers.room(a) for a in found)
+            self.over[position] = self._drops and any(a.response_length > self._answers.room(a) for a in found)
+            if not self.over[position]:
+                self._compare_with_budget(position, found)
+
+    def _compare_with_budget(self, position: int, found: Sequence[Answer]) -> None:
+        limit, room = self._answers.max_sample_len, self._answers.room
+        longest = max((len(a.prompt) + min(a.response_length, room(a)) for a in found if room(a) > 0), default=0)
+        if limit is not None and longest > limit:
+            self.too_long[position] = (
+                f"has {longest} tokens, and no forward pass takes more than {limit} (--max-tokens-per-gpu, times the "
+                f"context-parallel ranks); raise it, or cut by --rollout-max-context-len {limit}"
+            )
 
     def warn(self) -> None:
         """Say what a user should know of the answers as they will be learnt."""

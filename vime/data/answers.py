@@ -10,6 +10,7 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.hf import local_checkpoint
+from vime.config.parallel import parallel_sizes
 from vime.data.chat import chat_kwargs_of, render_chat
 from vime.data.conversations import check_answer
 from vime.data.turns import Piece, TurnEnds, find_turn_ends, split_turns
@@ -44,6 +45,7 @@ class Answers:
         chat_kwargs: for the template; a row's own win.
         max_response_len: tokens behind a prompt.
         max_context_len: tokens of prompt and response.
+        max_sample_len: tokens of a sample that one forward pass takes; None: any.
     Raises: ConfigError for a tokenizer whose texts cannot be put together.
     """
 
@@ -57,7 +59,11 @@ class Answers:
         chat_kwargs: Mapping[str, Any],
         max_response_len: int,
         max_context_len: int | None,
+        max_sample_len: int | None = None,
     ) -> None:
+        self.max_sample_len = max_sample_len
+        self.may_exceed = max_sample_len is not None and (max_context_len is None or max_sample_len < max_context_len)
+        """Whether a sample within the context could be longer than a forward pass takes."""
         self._tokenizer, self._turns, self._chat, self._kwargs = tokenizer, turns, chat, chat_kwargs
         self._max_response, self._max_context = max_response_len, max_context_len
         self.ends = TurnEnds(tuple(stops), {}, None)
@@ -128,6 +134,7 @@ class Answers:
 def make_answers(config: Config, tokenizer: Any) -> Answers:
     """As the run is configured. Raises: ConfigError if nothing would ever end an answer."""
     rollout, data = config.rollout, config.data
+    budget = config.train.max_tokens_per_gpu if config.train.use_dynamic_batch_size else None
     checkpoint = config.checkpoint.hf_checkpoint
     return Answers(
         tokenizer,
@@ -137,6 +144,7 @@ def make_answers(config: Config, tokenizer: Any) -> Answers:
         chat_kwargs=data.apply_chat_template_kwargs,
         max_response_len=rollout.rollout_max_response_len,
         max_context_len=rollout.rollout_max_context_len,
+        max_sample_len=None if budget is None else budget * max(parallel_sizes(config.megatron).context, 1),
     )
 
 

@@ -81,6 +81,9 @@ class CheckedRows:
         for i in np.flatnonzero(lengths == 0).tolist():
             if i not in refused:
                 problems.add(int(self._selected.file[i]), int(self._selected.row[i]), "the prompt has no tokens")
+        for i, problem in learnt.too_long.items() if learnt is not None else ():
+            if max_prompt_len is None or lengths[i] <= max_prompt_len:
+                problems.add(int(self._selected.file[i]), int(self._selected.row[i]), problem)
         problems.refuse()
         tokens = np.concatenate(chunks)
         if learnt is not None:

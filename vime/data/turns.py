@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from vime.data.bad_row import BadRow
 from vime.data.conversations import function_name, learnt_turns, without_weights
+from vime.errors import DataError
 from vime.types import Message
 
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]
@@ -100,6 +101,27 @@ def _after_probe(render: Render, *following: Message) -> str | None:
     return after if found else None
 
 
+def text_between_turns(render: Render, messages: Sequence[Message], stops: Sequence[str]) -> str:
+    """What stands between the token that ended a turn of the assistant and the next turn, which is then opened.
+
+    For generation in several turns: the tokens sampled stay as they are, and what this text gives is appended.
+
+    Args:
+        messages: what comes between the two turns: a tool's results, or a user's words.
+        stops: tokens at which engines stop, as text; the sampled turn ended in the one that the template has there.
+    Raises: DataError if the template refuses, or ends the turn in none of them.
+    """
+    try:
+        text = render([{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}, *messages], True)
+    except Exception as error:  # as above
+        raise DataError(f"the chat template refuses {messages}: {error}") from error
+    _, _, after = text.partition(_PROBE)
+    stop = next((stop for stop in stops if after.startswith(stop)), None)
+    if stop is None:
+        raise DataError(f"the chat template ends the assistant's turn in {after[:20]!r}, and generation at {stops}")
+    return after[len(stop) :]
+
+
 def split_turns(
     prompt: Sequence[Message],
     answer: Sequence[Message],
@@ -135,7 +157,7 @@ def split_turns(
         own = ends.cut(whole[len(before) :], _next_role(messages, i))
         if text is None:
             _check_tools(tools, before)
-        _check_calls(messages[i], own, i)
+        _check_said(messages[i], own, i)
         left_out = tuple(_left_out(messages[i], own))
         if text is not None and before.startswith(text):
             last = pieces.pop()
@@ -171,8 +193,10 @@ def _check_tools(tools: Sequence[Mapping[str, Any]], prompt: str) -> None:
             )
 
 
-def _check_calls(message: Message, own: str, i: int) -> None:
-    calls = message.get("tool_calls") or []
+def _check_said(message: Message, own: str, i: int) -> None:
+    calls, texts = message.get("tool_calls") or [], _says(message)
+    if texts and not calls and not any(text in own for text in texts):
+        raise BadRow(f"the chat template does not write what the assistant says in message {i}")
     for call in calls:
         name = function_name(call)
         if name not in own:
@@ -185,13 +209,17 @@ def _check_calls(message: Message, own: str, i: int) -> None:
         raise BadRow(f"message {i} has the content null, which the chat template writes as 'None'; put \"\" there")
 
 
-def _left_out(message: Message, own: str) -> Iterator[str]:
-    """What the template drops of a turn."""
+def _says(message: Message) -> list[str]:
+    """The texts of its content; of one that holds its reasoning as well, what follows that: templates take it apart."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [p.get("text") for p in content or [] if isinstance(p, dict)]
-    # Templates take reasoning out of the content, and write what follows it apart.
-    spoken = [text.rpartition("</think>")[2].strip() for text in texts if isinstance(text, str)]
-    if any(text not in own for text in spoken):
+    spoken = (text.rpartition("</think>")[2].strip() for text in texts if isinstance(text, str))
+    return [text for text in spoken if text]
+
+
+def _left_out(message: Message, own: str) -> Iterator[str]:
+    """What the template drops of a turn."""
+    if any(text not in own for text in _says(message)):
         yield "content"
     thoughts = [message[key].strip() for key in _REASONING_KEYS if isinstance(message.get(key), str)]
     if any(text not in own for text in thoughts):
