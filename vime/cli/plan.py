@@ -24,7 +24,8 @@ from vime.models import ModelSettings, family_of
 from vime.models.division import Division
 from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
 from vime.models.parameters import parameters
-from vime.models.run_memory import division_of, training_of
+from vime.models.run_memory import division_of, need_of, training_of, wishes_of
+from vime.models.sharing import ASLEEP_BYTES, Sharing, decide
 
 _UTILIZATION = 0.92  # vLLM's own default
 
@@ -40,7 +41,10 @@ class Plan:
     """One of each pipeline rank."""
     engine: Engine | None
     """None without engines, or where the devices' memory is not stated."""
-    colocated: bool
+    sharing: Sharing | None
+    """How trainer and engines share devices; None where they have their own."""
+    refusal: str | None
+    """Why they cannot share them; None where they can."""
     ranks_per_node: int
 
     @property
@@ -50,7 +54,7 @@ class Plan:
 
     def problems(self, device_bytes: int | None, host_bytes: int | None = None) -> list[str]:
         """What does not fit, in sentences."""
-        found = []
+        found = [] if self.refusal is None else [self.refusal]
         fullest = max(self.devices, key=lambda d: d.total)
         if device_bytes is not None and fullest.total > device_bytes:
             found.append(
@@ -115,18 +119,29 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     if device_bytes is None and colocated and generates(config):
         raise ConfigError("--device-memory-gib is required with --colocate: engines take a share of it")
     division, training = division_of(config, model, world), training_of(config, model, dtype)
-    engine = None
+    engine = sharing = refusal = None
     if device_bytes is not None and generates(config) and not config.cluster.rollout_external_engine_addrs:
+        utilization = config.vllm.get("gpu_memory_utilization", _UTILIZATION)
+        if colocated:
+            try:
+                need = need_of(config, model, dtype, world_size=world, device_bytes=device_bytes)
+                sharing = decide(need, wishes_of(config))
+                utilization = sharing.utilization
+            except ConfigError as error:
+                refusal = str(error)
         engine = Engine(
             device_bytes=device_bytes,
             cache_bytes=config.vllm.get("kv_cache_memory_bytes"),
-            utilization=config.vllm.get("gpu_memory_utilization", _UTILIZATION),
+            utilization=utilization,
             tensor=config.cluster.rollout_num_gpus_per_engine,
             max_model_len=config.rollout.rollout_max_context_len or model.max_position_embeddings,
         )
-    devices = estimate(model, division, training, engine if colocated else None)
+    asleep = sharing is not None and sharing.engines_sleep
+    devices = estimate(model, division, training, engine if colocated and not asleep else None)
+    if asleep:
+        devices = [replace(device, parts={**device.parts, "engine": ASLEEP_BYTES}) for device in devices]
     ranks_per_node = config.cluster.actor_num_gpus_per_node
-    return Plan(model, division, training, tuple(devices), engine, colocated, ranks_per_node)
+    return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node)
 
 
 def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -201,8 +216,8 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     lines.append(f"host memory of a training node: {_gib(plan.host_bytes)} GiB for {plan.ranks_per_node} ranks")
     if plan.engine is not None:
         tokens = engine_cache_tokens(plan.model, plan.engine, plan.training.dtype)
-        where = "beside the trainer" if plan.colocated else "on devices of their own"
-        lines.append(f"engines {where}: a KV cache of {max(tokens, 0):,} tokens each")
+        where = "of their own" if plan.sharing is None else f"shared with the trainer ({plan.sharing})"
+        lines.append(f"engines on devices {where}: a KV cache of {max(tokens, 0):,} tokens each")
     return lines
 
 

@@ -114,6 +114,8 @@ def begin(stages: Stages, recorder: Recorder, *, start: int, eval_before: bool) 
     with recorder.setup(start) as setup:
         with setup.stage("update_weights"):  # a resumed trainer is ahead of what the engines loaded
             version = stages.publisher.publish(version_after(start - 1))
+        if stages.turns is not None:
+            stages.turns.take_metrics()  # no step's
         if eval_before:
             evaluate(stages, setup, start - 1)
     return version

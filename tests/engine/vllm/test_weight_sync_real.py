@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from tests.weight_sync.hf_trainer import HfTrainer, Named
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
+from vime.loop.turns import DeviceTurns
 from vime.protocols import GenerateRequest, SamplingParams
 from vime.weight_sync import disk, gloo, shm
 from vime.weight_sync.plan import WeightSync
@@ -85,6 +86,34 @@ def test_log_probs_after_a_sync_by_shared_memory_are_those_of_the_new_weights(
     assert sync.publish() == 2
     assert distance(control, trainer) < 1e-5
     assert {span.version for c in control.probe(PROMPTS, 4).completions for span in c.weight_versions} == {2}
+
+
+class Stays:
+    """A trainer that leaves no device, and is asked for nothing else."""
+
+    def offload(self, parts: Sequence[str]) -> None: ...
+
+    def onload(self, parts: Sequence[str]) -> None: ...
+
+    def device_memory(self) -> None:
+        return None
+
+
+def test_an_engine_that_slept_is_served_by_a_sync_and_generates_again(
+    sync: WeightSync, trainer: HfTrainer, control: VllmEngine
+) -> None:
+    """vLLM's own order: asleep, nothing runs; the weights awake, they may be loaded; all awake, it generates."""
+    turns = sync._turns = DeviceTurns(Stays(), [control], trainer_leaves=True)  # type: ignore[arg-type]
+    control.sleep(2)
+    for seed in (1, 2):
+        trainer.perturb(seed)
+        sync.publish()  # probes, for which the engine sleeps once more and keeps what it got
+        assert distance(control, trainer) < 1e-5
+        turns.to_training(weights_follow=True)
+        assert control._get("/is_paused") == {"is_paused": True}
+    turns.to_generation()  # without a sync
+    assert distance(control, trainer) < 1e-5
+    turns.close()
 
 
 def test_log_probs_after_a_sync_by_disk_are_those_of_the_new_weights(

@@ -59,6 +59,10 @@ def test_what_leaves_the_device_comes_back_bit_by_bit_and_leaves_nothing_behind(
     parts = trainer._parts
     tensors = [*parts._weights(), *parts._state(), *(p for m in trainer._reference for p in m.parameters())]
     want = [t.detach().cpu() for t in tensors]
+    all_storages = [t.untyped_storage() for t in (*tensors, *trainer._policy.grad_buffers())]
+    num_bytes = sum({storage._cdata: storage.nbytes() for storage in all_storages}.values())
+    # A token's experts are added up in no certain order.
+    close = {"abs": 1e-5 if kind == "qwen3" else 0.05}
     scores = trainer.score([[5, 6, 7]])[0][1:].tolist()
     torch.cuda.empty_cache()
     seen = []
@@ -68,15 +72,13 @@ def test_what_leaves_the_device_comes_back_bit_by_bit_and_leaves_nothing_behind(
         trainer.offload(("weights",))
         away = torch.cuda.memory_allocated()
         trainer.onload(("weights",))
-        assert trainer.score([[5, 6, 7]])[0][1:].tolist() == scores
+        assert trainer.score([[5, 6, 7]])[0][1:].tolist() == pytest.approx(scores, **close)
         trainer.onload()
         assert all(torch.equal(t.detach().cpu(), w) for t, w in zip(tensors, want, strict=True))
         seen.append((here, away))
     print(f"{kind} {dtype}: bytes here and away {seen}, device {trainer.device_memory()}")
-    weights = sum(t.untyped_storage().nbytes() for t in parts._weights()[:1])
-    assert max(away for _, away in seen) - min(away for _, away in seen) < weights
-    assert max(here for here, _ in seen[1:]) == min(here for here, _ in seen[1:])
-    assert seen[-1][1] < 0.2 * seen[-1][0]
+    assert all(here - away >= num_bytes for here, away in seen)
+    assert len(set(seen[1:])) == 1
     losses = [trainer.train(batch)["train/loss"] for _ in range(2)]
     assert np.isfinite(losses).all()
 

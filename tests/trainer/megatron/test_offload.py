@@ -1,5 +1,7 @@
 """Storages leave and come back; views of them never notice."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -53,6 +55,7 @@ def test_host_memory_is_kept_for_the_next_turn():
     first = arena.slice(0, 1).data_ptr()
     arena.reserve(60, pinned=False)
     assert arena.slice(0, 1).data_ptr() == first
+    assert first % mmap.PAGESIZE == 0  # pages of its own, which are pinned once
     arena.close()
     assert arena.slice(0, 10).numel() == 0
 

@@ -6,6 +6,7 @@ leaves every view in place, so nothing has to be wired again, and what several v
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,11 @@ class HostArena:
         if self._block.numel() >= num_bytes and (self._is_pinned or not pinned):
             return
         self.close()
-        self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        # Whole pages of its own: CUDA refuses to pin a page twice, and small blocks would share one.
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        begin = -whole.data_ptr() % mmap.PAGESIZE
+        self._block = whole[begin : begin + num_bytes]
         if pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(self._block.data_ptr(), num_bytes, 0))
