@@ -14,9 +14,11 @@ from vime.models.memory import (
     CONTEXT_BYTES,
     NCCL_GROUP_BYTES,
     DeviceMemory,
+    Engine,
     Training,
     cache_token_bytes,
     engine_base_bytes,
+    engine_sync_bytes,
     estimate,
 )
 from vime.models.settings import ModelSettings
@@ -95,6 +97,8 @@ def need_of(config: Config, model: ModelSettings, dtype: str, *, world_size: int
     buckets = 2 * training.sync_buffer_bytes if config.sync.update_weight_transport in ("auto", "ipc") else 0
     cluster = config.cluster
     tensor = cluster.rollout_num_gpus_per_engine
+    engine = Engine(device_bytes=device_bytes, utilization=0.0, tensor=tensor)
+    sync = static + fullest.moments["weight sync"] + engine_sync_bytes(model, engine, training)
     cache = config.vllm.get("kv_cache_memory_bytes")
     if cache is None:
         samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -105,7 +109,7 @@ def need_of(config: Config, model: ModelSettings, dtype: str, *, world_size: int
         cache = in_flight * length * cache_token_bytes(model, tensor, dtype)
     return Need(
         device=device_bytes,
-        step=fullest.total + buckets,
+        step=max(fullest.total, sync) + buckets,
         static=static + buckets,
         away=_away(division) + buckets,
         late=_moments(fullest, training),
