@@ -66,6 +66,27 @@ def test_json_has_every_part_of_every_stage(capsys, recipe):
     assert got["training"]["tokens"] == 16384 and got["division"]["data"] == 2
 
 
+def test_engines_that_sleep_and_a_trainer_that_leaves_are_counted_where_they_then_are(capsys, recipe):
+    flags = ("--config", str(recipe), "--device-memory-gib", "140", "--rollout-max-context-len", "2048")
+    _, stay = as_json(capsys, *flags)
+    _, sleep = as_json(capsys, *flags, "--offload-rollout", "--no-offload-train")
+    _, turns = as_json(capsys, *flags, "--offload")
+    for first, second, third in zip(stay["devices"], sleep["devices"], turns["devices"], strict=True):
+        assert second["parts_bytes"] == third["parts_bytes"] == {**first["parts_bytes"], "engine": 2 * 2**30}
+    assert sleep["host_bytes_per_node"] == stay["host_bytes_per_node"]
+    parts = [device["parts_bytes"] for device in turns["devices"]]
+    away = max(part["weights"] + part["optimizer state"] for part in parts)
+    assert turns["host_bytes_per_node"] == stay["host_bytes_per_node"] + 8 * away
+    assert main(["plan", *flags, "--offload"]) == 0
+    assert "shared with the trainer (engines sleep while the trainer works, and it leaves" in capsys.readouterr().out
+
+
+def test_shared_devices_that_fit_in_no_way_say_so(capsys, recipe):
+    flags = ("--no-offload-rollout", "--vllm-gpu-memory-utilization", "0.9", "--rollout-max-context-len", "2048")
+    code, got = as_json(capsys, "--config", str(recipe), "--device-memory-gib", "80", *flags)
+    assert code == 1 and "drop --no-offload-rollout" in got["problems"][0]
+
+
 def test_flags_win_over_the_file_and_a_config_json_is_a_model(capsys, recipe, model):
     _, got = as_json(capsys, "--config", str(recipe), "--hf-checkpoint", str(model), "--no-colocate", "--bf16")
     assert got["devices"][0]["parts_bytes"]["engine"] == 0

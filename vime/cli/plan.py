@@ -136,12 +136,22 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
             tensor=config.cluster.rollout_num_gpus_per_engine,
             max_model_len=config.rollout.rollout_max_context_len or model.max_position_embeddings,
         )
-    asleep = sharing is not None and sharing.engines_sleep
-    devices = estimate(model, division, training, engine if colocated and not asleep else None)
-    if asleep:
-        devices = [replace(device, parts={**device.parts, "engine": ASLEEP_BYTES}) for device in devices]
+    stays = sharing is None or not sharing.engines_sleep
+    devices = estimate(model, division, training, engine if colocated and stays else None)
+    if sharing is not None and sharing.engines_sleep:
+        devices = [_in_turns(device, trainer_leaves=sharing.trainer_leaves) for device in devices]
     ranks_per_node = config.cluster.actor_num_gpus_per_node
     return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node)
+
+
+def _in_turns(device: DeviceMemory, *, trainer_leaves: bool) -> DeviceMemory:
+    """A device whose engine sleeps at the fullest moment, and whose trainer has a place on the host to leave to."""
+    away = sum(device.parts[name] for name in ("weights", "optimizer state", "reference weights"))
+    return replace(
+        device,
+        parts={**device.parts, "engine": ASLEEP_BYTES},
+        host_bytes=device.host_bytes + (away if trainer_leaves else 0),
+    )
 
 
 def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
