@@ -106,6 +106,26 @@ def test_every_worker_gets_every_bucket_of_every_sync_and_only_the_loopback_list
     writer.close()
 
 
+def test_a_group_is_used_again_until_a_worker_is_another_one() -> None:
+    writer = gloo.Writer("127.0.0.1", 2, timeout_s=120)
+
+    def sync(version: int, engines: list[Worker]) -> str:
+        for index in range(3):
+            message = write(writer, TENSORS, version, index)
+            for engine in engines:
+                engine.tell(message)
+            assert [engine.answer() for engine in engines] == [[checksum(t) for _, t in TENSORS]] * 2
+        return writer._group_name
+
+    with workers(-1, -1, -1) as (first, second, third):
+        name = sync(1, [first, second])
+        assert name and sync(2, [first, second]) == name
+        restarted = sync(3, [first, third])
+        assert restarted != name and sync(4, [first, third]) == restarted
+        assert sync(5, [second, third]) not in (name, restarted), "one that missed a sync is not of the group"
+    writer.close()
+
+
 def test_a_worker_that_dies_in_the_middle_fails_the_others_at_once_and_the_next_sync_works() -> None:
     large = [("x", torch.ones(1 << 22))]  # more than sockets hold
     writer = gloo.Writer("127.0.0.1", 3, timeout_s=120)

@@ -11,6 +11,7 @@ closes what it opened when the sync has ended: between syncs nobody but the trai
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,7 @@ class Writer:
         if _rank() == 0:
             specs, _ = lay_out(outlines, contents, lambda _: data)
         else:
-            for _ in contents:
-                pass  # hands rank 0 its parts
+            deque(contents, maxlen=0)  # hands rank 0 its parts
         if _num_ranks() > 1:
             dist.broadcast(data, src=0)
         self._device.synchronize()  # an engine knows nothing of our streams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
@@ -42,28 +41,36 @@ def lay_out(
     """
     specs, num_bytes = places(outlines)
     target = place(num_bytes)
+    data: torch.Tensor | None = None
     stream = iter(contents)
-    first = next(stream, None)
-    if first is None:
+    for spec in specs:
+        data = _put(data, target, next(stream, None), spec)  # no name keeps the tensor while the next is made
+    if data is None:
         return specs, target
-    data = target if first.device == target.device else torch.empty(num_bytes, dtype=torch.uint8, device=first.device)
-    for tensor, spec in zip(chain([first], stream), specs, strict=True):
-        _put(data, tensor, spec)
     sums = checksums(data, [spec.num_bytes for spec in specs])
     if data is not target:
         target.copy_(data)
     return tuple(replace(spec, checksum=one) for spec, one in zip(specs, sums, strict=True)), target
 
 
-def _put(data: torch.Tensor, tensor: torch.Tensor, spec: TensorSpec) -> None:
+def _put(
+    data: torch.Tensor | None, target: torch.Tensor, tensor: torch.Tensor | None, spec: TensorSpec
+) -> torch.Tensor:
+    """Copy a tensor to its place in `data`, which begins where the first tensor is. Returns: `data`."""
+    if tensor is None:
+        raise WeightSyncError(f"{spec.name} was announced, but the tensors end before it")
     if tuple(tensor.shape) != spec.shape or _dtype_name(tensor) != spec.dtype:
         raise WeightSyncError(
             f"{spec.name} was announced as {spec.dtype} {list(spec.shape)} and is {_dtype_name(tensor)} "
             f"{list(tensor.shape)}"
         )
+    if data is None:
+        same = tensor.device == target.device
+        data = target if same else torch.empty(target.numel(), dtype=torch.uint8, device=tensor.device)
     end = spec.offset + spec.num_bytes
     data[spec.offset : end].view(tensor.dtype).view(spec.shape).copy_(tensor.detach())
     data[end : spec.offset + aligned(spec.num_bytes)].zero_()  # a bucket that was there before may show
+    return data
 
 
 def checked_length(source: torch.Tensor, bucket: BucketMessage) -> torch.Tensor:

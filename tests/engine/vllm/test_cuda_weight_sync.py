@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
         for server in servers:  # one at a time
             server.stop()
         platform = CudaPlatform()
+        # As this process numbers them, which may see only some itself.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
         server = EngineServer(
             str(model),
             arguments={
@@ -67,7 +70,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
             },
             environment={
                 **platform.engine_environment(len(devices)),
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+                "CUDA_VISIBLE_DEVICES": ",".join(visible[device] for device in devices),
                 "HF_HUB_OFFLINE": "1",
             },
             key=RUN_KEY,
@@ -169,8 +172,8 @@ def test_an_engine_that_dropped_its_weights_gets_them_back_from_a_sync(
     control.begin_weights(2, "ipc", trainer.weight_names())
     for bucket in trainer.weights(2):
         control.receive(bucket)
-    control.wake(["kv_cache"])
     control.commit(2)
+    control.wake(["kv_cache"])
     control.resume()
     assert sync.publish() == 2, "verified against the trainer"
     sync.close()

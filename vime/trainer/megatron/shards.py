@@ -156,9 +156,13 @@ def hf_tensors(
             if home.holders:
                 yield hf_name, _collect_expert(parts.get(hf_name), home, shape, i * len(home.holders) // len(entry.hf))
                 continue
-            whole = _collect(parts.get(hf_name), home, shape)
-            # Views of padded rows are cut last: only the rank that has the whole knows where it ends.
-            yield hf_name, whole[: shape[0]] if name in VOCABULARY else whole
+            # No name keeps a tensor here while the next is put together.
+            yield hf_name, _without_padding(_collect(parts.get(hf_name), home, shape), name, shape)
+
+
+def _without_padding(whole: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+    # Rows are cut last: only the rank that has the whole knows where it ends.
+    return whole[: shape[0]] if name in VOCABULARY else whole
 
 
 def _collect(part: Tensor | None, home: Home, shape: Sequence[int]) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from vime.trainer.megatron import (
     micro_loss,
     model,
     offload,
+    outgoing,
     packing,
     parallel,
     profiling,
@@ -49,7 +49,7 @@ from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.reference import build_reference
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
-from vime.wire import BucketMessage, make_buckets
+from vime.wire import BucketMessage
 
 
 class MegatronTrainer:
@@ -290,14 +290,8 @@ class MegatronTrainer:
 
         A bucket is valid until the next but one is asked for. All ranks must iterate to the end.
         """
-        limit = self._config.sync.update_weight_buffer_size
-        contents = (tensor for _, tensor in self._hf_tensors())
-        for index, bucket in enumerate(make_buckets(shards.outlines(self._names, self._homes), limit)):
-            part = islice(contents, len(bucket))  # each is gathered when the writer, or nobody, takes it
-            message = self._writer.write(bucket, part, version, index) if self._writer is not None else None
-            for _ in part:
-                pass  # hands rank 0 its parts
-            yield message
+        outlines, limit = shards.outlines(self._names, self._homes), self._config.sync.update_weight_buffer_size
+        return outgoing.send_buckets(self._writer, outlines, self._hf_tensors(), limit, version)
 
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
@@ -305,13 +299,7 @@ class MegatronTrainer:
 
     def export_hf(self, path: Path) -> None:
         """Write an HF checkpoint (config, tokenizer, safetensors) under `path`."""
-        if self._rank == 0:
-            tensors = chain(self._hf_tensors(), hf_io.kept_tensors(self._source, self._names))
-            hf_io.export_hf(tensors, self._source, Path(path), dtype=self._settings.dtype)
-        else:
-            for _ in self._hf_tensors():
-                pass  # hands rank 0 its parts
-        parallel.barrier()
+        outgoing.export_hf(self._hf_tensors(), self._names, self._source, Path(path), dtype=self._settings.dtype)
 
     def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return shards.hf_tensors(self._policy.chunks, self._names, self._model, self._homes)
