@@ -92,6 +92,9 @@ class Trainer(Protocol):
     def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
         """[T] log-probs of each token under the current policy; NaN at each sample's first token."""
 
+    def values(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """[T] the critic's value of the state before each token; NaN at each sample's first token. PPO alone."""
+
     def train(self, batch: TrainBatch) -> Metrics:
         """Old and reference log-probs where needed, loss, and one optimizer step per plan in `batch.steps`."""
 

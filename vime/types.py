@@ -228,6 +228,9 @@ METRIC_WEIGHTS = "metric_weights"
 """[T] column of `TrainBatch.extra`: those of the trajectory mean, for metrics, where `loss_weights` are others."""
 SHAPED_REWARDS = "shaped_rewards"
 """[B] column of `TrainBatch.extra`: what advantages are made of, where that is not the raw reward."""
+VALUES, RETURNS = "values", "returns"
+"""[T] columns of `TrainBatch.extra`, of a critic: the value before each token when training on the rollout began, and
+what the critic is trained towards."""
 
 # One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
 StepPlan: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]

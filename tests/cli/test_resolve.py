@@ -1,6 +1,7 @@
 """From argv to the resolved configuration: values, origins, and every problem at once."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,3 +224,19 @@ def test_rewards_of_several_numbers_choose_their_keys(argv: list[str]) -> None:
     ):
         config = resolve([*rest, *words]).config
         assert (config.reward.reward_key, config.eval.eval_reward_key) == keys
+
+
+def test_the_checkpoint_of_a_critic_is_looked_at_before_it_starts(
+    argv: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    ppo = [*argv, "--advantage-estimator", "ppo", "--critic-load"]
+    critic = tmp_path / "critic"
+    shutil.copytree(checkpoint, critic)
+    edit(critic, ["Qwen3ForTokenClassification"], "architectures")
+    assert resolve([*ppo, str(critic)]).config.critic.critic_load == str(critic)
+    (critic / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    (problem,) = problems_of([*ppo, str(critic)])
+    assert problem.startswith(f"--critic-load: {critic} lacks 46 tensors"), "all but the head"
+    assert problems_of([*argv, "--critic-load", str(critic)]) == [
+        f"--critic-load is {str(critic)!r}, but nothing reads it: add --advantage-estimator ppo, which has a critic"
+    ]

@@ -336,6 +336,8 @@ def test_more_devices_than_the_node_has_is_a_problem(right: Config) -> None:
         ({"sync__update_weight_disk_dir": "/tmp/w"}, "sync.update_weight_disk_dir", "--update-weight-transport disk"),
         ({"train__lr_decay_iters": 5}, "train.lr_decay_iters", "choose another style"),
         ({"data__tool_key": "tools"}, "data.tool_key", "add --apply-chat-template"),
+        ({"critic__critic_lr": 1e-5}, "critic.critic_lr", "add --advantage-estimator ppo"),
+        ({"critic__lambd": 0.9}, "critic.lambd", "add --advantage-estimator ppo"),
     ],
 )
 def test_a_value_that_nobody_reads_is_a_problem(right: Config, change: dict[str, Any], key: str, remedy: str) -> None:

@@ -52,6 +52,14 @@ def make(groups, **kw):
     return make_train_batch(groups, **(settings | kw))
 
 
+def test_a_critic_gets_rewards_and_the_trainer_makes_advantages_of_them():
+    groups = [Group(5, [sample(5, 0, 1.0), sample(5, 1, 0.25)])]
+    batch, metrics = make(groups, algo=AlgoConfig(advantage_estimator="ppo"), global_batch_size=2)
+    assert batch.rewards.tolist() == [1, 0.25] and batch.advantages.tolist() == [0, 0]
+    assert metrics["rollout/raw_reward"] == 0.625
+    assert not [name for name in metrics if name.startswith(("rollout/advantages", "rollout/rewards"))]
+
+
 def two_groups():
     return [
         Group(5, [sample(5, 0, 1.0), sample(5, 1, 0.0, response=(7,))]),

@@ -15,6 +15,7 @@ from vime.config.modes import trains
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
 from vime.models.stored import checked_weights, reference_problem
+from vime.models.value_head import CriticNames, trunk_config, untied
 
 _REMEDY = "give --bf16 to have all in bfloat16, or --no-bf16 to have all in float32"
 
@@ -40,6 +41,8 @@ def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any
         problems += error.problems
     if needs_reference(config.algo) and config.checkpoint.ref_load is not None and trains(config):
         problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder)
+    if config.critic.critic_load is not None and trains(config):
+        problems += _critic_problems(Path(config.critic.critic_load), settings, folder)
     if problems:
         raise ConfigError(problems)
 
@@ -54,4 +57,17 @@ def _reference_problems(folder: Path, policy: ModelSettings, policy_folder: Path
         checked_weights(folder, family.name_map(settings), settings, reads_head=True)
     except ConfigError as error:
         return [f"--ref-load: {problem}" for problem in error.problems]
+    return []
+
+
+def _critic_problems(folder: Path, policy: ModelSettings, policy_folder: Path) -> list[str]:
+    """What is wrong with the checkpoint a critic begins with, whose layers are the policy's."""
+    try:
+        hf = trunk_config(read_json_object(folder / "config.json"), tied=policy.tie_word_embeddings)
+        settings = family_of(hf).settings(hf)
+        if problem := reference_problem(folder, settings, policy, policy_folder=policy_folder, flag="--critic-load"):
+            return [problem]
+        checked_weights(folder, CriticNames(family_of(hf).name_map(settings), settings), untied(settings))
+    except ConfigError as error:
+        return [f"--critic-load: {problem}" for problem in error.problems]
     return []

@@ -91,6 +91,7 @@ def _absolute(config: Config, run_dir: Path) -> Config:
     checkpoint = replace(
         old, ref_load=full(old.ref_load), load=full(old.load), save=full(old.save), save_hf=full(old.save_hf)
     )
+    critic = replace(config.critic, critic_load=full(config.critic.critic_load))
     sync = replace(config.sync, update_weight_disk_dir=full(config.sync.update_weight_disk_dir))
     debug = replace(
         config.debug,
@@ -101,7 +102,7 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         memory_snapshot_dir=full(config.debug.memory_snapshot_dir),
     )
     log = replace(config.log, run_dir=str(run_dir), wandb_dir=full(config.log.wandb_dir))
-    return replace(config, checkpoint=checkpoint, sync=sync, debug=debug, log=log)
+    return replace(config, checkpoint=checkpoint, critic=critic, sync=sync, debug=debug, log=log)
 
 
 def _report(error: ConfigError) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config.algo_section import AlgoConfig
+from vime.config.critic import CriticConfig
 from vime.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -32,6 +33,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -49,6 +51,7 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
     "EvalConfig",

@@ -39,6 +39,9 @@ class Estimator:
     """--normalize-advantages belongs to the method."""
     discounts: bool = False
     """--gamma has a meaning."""
+    has_critic: bool = False
+    """The trainer has a critic, and makes advantages of its values (`vime.trainer.megatron.ppo`); `function` gives the
+    rewards that they are made of."""
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
@@ -57,6 +60,9 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         ),
         "reinforce_plus_plus_baseline": Estimator(
             function="vime.algo.reinforce_pp.reinforce_plus_plus_baseline", may_stay_raw=False, whitens=True
+        ),
+        "ppo": Estimator(
+            function="vime.algo.advantages.raw_rewards", compares_groups=False, discounts=True, has_critic=True
         ),
     }
 )
@@ -82,6 +88,11 @@ def whitens(algo: AlgoConfig) -> bool:
 def kl_type(algo: AlgoConfig) -> str:
     """The estimator of the KL to the reference: k1 in the reward, k3 in the loss, unless told."""
     return algo.kl_loss_type or ("k1" if algo.kl_coef else "k3")
+
+
+def needs_critic(algo: AlgoConfig) -> bool:
+    """Whether the run trains a critic beside the policy."""
+    return ESTIMATORS[algo.advantage_estimator].has_critic and algo.loss_type != "sft_loss"
 
 
 def needs_reference(algo: AlgoConfig) -> bool:

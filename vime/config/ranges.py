@@ -51,6 +51,13 @@ MINIMA: Mapping[str, float] = {
     "algo.overlong_buffer_len": 1,
     "algo.overlong_penalty_factor": 0,
     "algo.opsm_delta": 0,
+    "critic.critic_lr": 0,
+    "critic.critic_lr_warmup_iters": 0,
+    "critic.critic_clip_grad": 0,
+    "critic.critic_weight_decay": 0,
+    "critic.num_critic_only_steps": 0,
+    "critic.lambd": 0,
+    "critic.value_clip": 0,
     "train.global_batch_size": 1,
     "train.num_steps_per_rollout": 1,
     "train.micro_batch_size": 1,
@@ -73,6 +80,7 @@ MAXIMA: Mapping[str, tuple[int, str]] = {
     "algo.gamma": (1, "a discount"),
     "train.seed": (2**32 - 1, "numpy takes no larger seed"),
     "train.distributed_timeout_minutes": (365 * 24 * 60, "a year"),
+    "critic.lambd": (1, "GAE's weights add up to 1"),
 }
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at this where a lower one above 0 is asked for, so log-probs would be of another distribution."""
@@ -85,6 +93,7 @@ ABOVE_ZERO = (
     "reward.rm_timeout_s",
     "reward.custom_rm_timeout_s",
     "reward.rm_url_timeout_s",
+    "critic.value_loss_coef",
     "sync.weight_probe_tolerance",
     "sync.update_weight_timeout_s",
     "log.engine_start_timeout_s",

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
 from typing import TypeAlias
 
-from vime.config import Config
-from vime.config.estimators import CONSTANT_LENGTH, ESTIMATORS, loss_agg_mode, needs_reference, pg_loss_type
+from vime.config import Config, CriticConfig
+from vime.config.estimators import (
+    CONSTANT_LENGTH,
+    ESTIMATORS,
+    loss_agg_mode,
+    needs_critic,
+    needs_reference,
+    pg_loss_type,
+)
 from vime.config.eval_sets import has_eval_sets
 from vime.config.modes import (
     SFT_ROLLOUT,
@@ -25,6 +33,7 @@ def _is_sft(c: Config) -> bool:
     return c.algo.loss_type == "sft_loss" and not evaluates_only(c)
 
 
+_CRITIC = tuple(f"critic.{field.name}" for field in fields(CriticConfig))
 # (settings, when nobody reads them, what to do about it)
 _RULES: tuple[Rule, ...] = (
     (
@@ -42,6 +51,17 @@ _RULES: tuple[Rule, ...] = (
         ("algo.kl_loss_type", "checkpoint.ref_load"),
         lambda c: not needs_reference(c.algo),
         "add --use-kl-loss, or --kl-coef",
+    ),
+    (_CRITIC, lambda c: not needs_critic(c.algo), "add --advantage-estimator ppo, which has a critic"),
+    (
+        ("algo.disable_rewards_normalization",),
+        lambda c: needs_critic(c.algo),
+        "ppo takes rewards as they are; its critic is what they are compared with",
+    ),
+    (
+        ("algo.custom_advantage_function_path",),
+        lambda c: needs_critic(c.algo),
+        "ppo makes advantages of its critic's values; choose another --advantage-estimator, or drop the function",
     ),
     (("algo.use_unbiased_kl",), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
     (("algo.opsm_delta",), lambda c: not c.algo.use_opsm, "add --use-opsm"),
@@ -322,8 +342,13 @@ _RULES: tuple[Rule, ...] = (
             "algo.kl_coef",
             "algo.overlong_buffer_len",
         ),
-        lambda c: c.reward.custom_reward_post_process_path is not None,
+        lambda c: c.reward.custom_reward_post_process_path is not None and not needs_critic(c.algo),
         "--custom-reward-post-process-path makes the advantages",
+    ),
+    (
+        ("algo.overlong_buffer_len",),
+        lambda c: c.reward.custom_reward_post_process_path is not None and needs_critic(c.algo),
+        "--custom-reward-post-process-path makes the rewards",
     ),
     (
         ("algo.disable_grpo_std_normalization",),

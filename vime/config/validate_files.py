@@ -36,7 +36,11 @@ def check_paths(config: Config) -> Iterator[str]:
     if config.log.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb needs the package wandb, which is not installed; install vime[wandb], or leave it out"
     if checkpoint.save_hf is not None:
-        for flag, source in (("--hf-checkpoint", checkpoint.hf_checkpoint), ("--ref-load", checkpoint.ref_load)):
+        for flag, source in (
+            ("--hf-checkpoint", checkpoint.hf_checkpoint),
+            ("--ref-load", checkpoint.ref_load),
+            ("--critic-load", config.critic.critic_load),
+        ):
             if source and Path(source).is_dir() and Path(source).resolve() == Path(checkpoint.save_hf).resolve():
                 yield f"--save-hf {checkpoint.save_hf} is the folder of {flag}, which it would overwrite; give another"
     for flag, text, names in (

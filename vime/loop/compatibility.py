@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vime.config import Config
+from vime.config.estimators import needs_critic
 from vime.models import family_of
 
 _FRESH = "start from its weights alone with --finetune"
@@ -23,6 +24,7 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
     return {
         "model": _model(hf_config),
         "has_optimizer": not config.checkpoint.no_save_optim,
+        "has_critic": needs_critic(config.algo),
         "fixed": {
             "dtype": dtype,
             "--loss-type": config.algo.loss_type,
@@ -84,6 +86,8 @@ def conflicts(saved: Mapping[str, Any], now: Mapping[str, Any], *, weights_only:
             yield f"it was {what}, or {_FRESH}"
         elif not weights_only:
             yield f"{name} was {old} and is {new}; use {old}, or {_FRESH}"
+    if now["has_critic"] and not saved.get("has_critic") and not weights_only:
+        yield f"it has no critic, which --advantage-estimator ppo trains; {_FRESH} and a new critic"
     if not saved["has_optimizer"] and not weights_only:
         yield "it was saved with --no-save-optim; add --no-load-optim to go on with its weights and counters"
 

@@ -13,7 +13,7 @@ from vime.algo.estimate import Advantages, estimate
 from vime.algo.overlong import overlong_penalty
 from vime.algo.reduce import aggregation_weights, token_loss_weights, token_mean_weights
 from vime.config import AlgoConfig
-from vime.config.estimators import CONSTANT_LENGTH, ESTIMATORS, TRAJECTORY_MEAN, loss_agg_mode, whitens
+from vime.config.estimators import CONSTANT_LENGTH, ESTIMATORS, TRAJECTORY_MEAN, loss_agg_mode, needs_critic, whitens
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
 from vime.types import METRIC_WEIGHTS, SHAPED_REWARDS, TOKEN_ADVANTAGES, Metrics, Sample
@@ -25,7 +25,7 @@ class LearningSignal(NamedTuple):
     rewards: npt.NDArray[np.float64]
     """[B] raw."""
     advantages: npt.NDArray[np.float64] | None
-    """[B]; None where the trainer makes them, which knows the KL."""
+    """[B]; None where the trainer makes them, which knows the KL and a critic's values."""
     extra: dict[str, npt.NDArray[Any]]
     """Columns of the batch, by their names in vime.types."""
     metrics: Metrics
@@ -47,14 +47,17 @@ def learning_signal(
     """
     own = hooks.rewards(list(samples), num_rows=len(cu_seqlens) - 1) if hooks is not None else None
     if own is not None:
-        return LearningSignal(*own, {}, {})
-    rewards: npt.NDArray[np.float64] = columns["rewards"]
+        rewards, shaped = own
+        if needs_critic(algo):
+            return LearningSignal(rewards, None, {SHAPED_REWARDS: shaped}, {})
+        return LearningSignal(rewards, shaped, {}, {})
+    rewards = columns["rewards"]
     shaped, extra = rewards, {}
     metrics: Metrics = {}
     if algo.overlong_buffer_len is not None:
         shaped, metrics = _shaped_rewards(samples, rewards, algo, max_response_len)
         extra[SHAPED_REWARDS] = shaped
-    if algo.kl_coef:
+    if algo.kl_coef or needs_critic(algo):
         return LearningSignal(rewards, None, extra, metrics)
     advantages = _advantages(shaped, columns, cu_seqlens, algo)
     if advantages.per_token is not None:

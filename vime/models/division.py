@@ -89,6 +89,17 @@ def rank_parameters(model: ModelSettings, division: Division, pipeline_rank: int
     return total
 
 
+def critic_parameters(model: ModelSettings, division: Division, pipeline_rank: int) -> RankParameters:
+    """What one rank holds of a critic with the model's layers: one number in the place of the head's rows."""
+    total = rank_parameters(model, division, pipeline_rank)
+    if pipeline_rank != division.pipeline - 1:
+        return total
+    hidden = model.transformer["hidden_size"]
+    head_is_own = not model.tie_word_embeddings or division.pipeline > 1
+    rows = padded_rows(model.vocab_size, division.tensor) if head_is_own else 0
+    return total + RankParameters((1 - rows) * hidden + 1)
+
+
 def padded_rows(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding that one tensor-parallel rank holds."""
     return -(-vocab_size // tensor)

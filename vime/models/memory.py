@@ -16,7 +16,7 @@ from vime.models.activations import (
     stages_in_flight,
     working_numbers,
 )
-from vime.models.division import Division, RankParameters, padded_rows, rank_parameters
+from vime.models.division import Division, RankParameters, critic_parameters, padded_rows, rank_parameters
 from vime.models.parameters import parameters
 from vime.models.settings import ModelSettings
 
@@ -58,6 +58,8 @@ class Training:
     """Part of the optimizer's state that lives in host memory."""
     has_reference: bool = False
     """A second set of weights for the KL to a reference."""
+    has_critic: bool = False
+    """A second model that is trained (PPO)."""
     sync_buffer_bytes: int = 512 * MIB
     """A bucket of the weight sync."""
     async_save: bool = False
@@ -114,9 +116,13 @@ def _device(
     width = _WIDTH[training.dtype]
     own = rank_parameters(model, division, rank)
     state = _optimizer_bytes(own, division, training)
-    host = round(training.optimizer_offload_fraction * (state + _gradient_shard_bytes(own, division, training)))
-    if training.async_save:
-        host += round(state + width * sum(_copies_shared(own, division)))
+    host = _host_bytes(own, division, training)
+    critic = 0
+    if training.has_critic:
+        of_critic = critic_parameters(model, division, rank)
+        host += _host_bytes(of_critic, division, training)
+        state_of_critic = (1 - training.optimizer_offload_fraction) * _optimizer_bytes(of_critic, division, training)
+        critic = round((width + _gradient_width(training)) * of_critic.total + state_of_critic)
     moments = _moments(model, division, training, own, rank)
     if engine is not None:
         moments["weight sync"] += engine_sync_bytes(model, engine, training)
@@ -128,14 +134,28 @@ def _device(
     overhead = CONTEXT_BYTES + groups * NCCL_GROUP_BYTES + ALLOCATOR_SLACK * fullest
     parts = {
         "weights": width * own.total,
-        "gradients": (4 if training.grad_reduce_in_fp32 else width) * own.total,
+        "gradients": _gradient_width(training) * own.total,
         "optimizer state": round((1 - training.optimizer_offload_fraction) * state),
         "reference weights": width * own.total if training.has_reference else 0,
+        "critic": critic,
         "working memory": fullest,
         "driver, NCCL, allocator": round(overhead),
         "engine": round(engine.utilization * engine.device_bytes) if engine is not None else 0,
     }
     return DeviceMemory(rank, own, parts, moments, PROCESS_BYTES + host + training.sync_buffer_bytes)
+
+
+def _gradient_width(training: Training) -> int:
+    return 4 if training.grad_reduce_in_fp32 else _WIDTH[training.dtype]
+
+
+def _host_bytes(own: RankParameters, division: Division, training: Training) -> int:
+    """Of the host's memory, by the optimizer and by checkpoints that are being written."""
+    state = _optimizer_bytes(own, division, training)
+    total = training.optimizer_offload_fraction * (state + _gradient_shard_bytes(own, division, training))
+    if training.async_save:
+        total += state + _WIDTH[training.dtype] * sum(_copies_shared(own, division))
+    return round(total)
 
 
 def _shards(own: RankParameters, division: Division, training: Training) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from vime.config import Config
-from vime.config.estimators import needs_reference
+from vime.config.estimators import needs_critic, needs_reference
 from vime.config.parallel import parallel_sizes
 from vime.config.validate_cluster import engine_devices
 from vime.models.activations import Recompute
@@ -68,6 +68,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
         has_reference=needs_reference(config.algo),
+        has_critic=needs_critic(config.algo),
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         async_save=config.checkpoint.async_save,
     )

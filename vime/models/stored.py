@@ -127,13 +127,16 @@ def head_problem(folder: Path, tensors: Mapping[str, StoredTensor], model: Model
 
 
 def reference_problem(
-    folder: Path, reference: ModelSettings, policy: ModelSettings, *, policy_folder: Path
+    folder: Path, reference: ModelSettings, policy: ModelSettings, *, policy_folder: Path, flag: str = "--ref-load"
 ) -> str | None:
-    """A sentence if a reference cannot get the policy's micro-batches, or its table of names; None if it can."""
+    """A sentence if a model cannot get the policy's micro-batches, or its table of names; None if it can.
+
+    Args: flag: by which it was given: a reference, or what a critic begins with.
+    """
     if reference.vocab_size != policy.vocab_size:
-        return f"--ref-load {folder} has a vocabulary of {reference.vocab_size}, the policy of {policy.vocab_size}"
+        return f"{flag} {folder} has a vocabulary of {reference.vocab_size}, the policy of {policy.vocab_size}"
     if differing := _differences(reference, policy):
-        return f"--ref-load {folder} has another architecture than {policy_folder}: {differing}"
+        return f"{flag} {folder} has another architecture than {policy_folder}: {differing}"
     return None
 
 

@@ -35,8 +35,10 @@ rollout/raw_reward | reward | mean reward of the groups trained on, over traject
 rollout/raw_reward/{min,max} | reward | smallest and largest of them (`min`, `max`)
 rollout/generated_reward | reward | mean reward of all generated samples, those of dropped groups included
 rollout/rewards | reward | mean over trajectories of the reward after the estimator's normalisation; about 0 when groups are centred
-rollout/advantages | 1 | mean advantage over trajectories
+rollout/advantages | 1 | mean advantage over trajectories; with --advantage-estimator ppo over the trainable tokens, as the loss gets them
 rollout/advantages/{min,max} | 1 | smallest and largest of them
+rollout/advantages/std | 1 | with ppo: their standard deviation (n)
+rollout/{values,returns} | reward | with ppo: mean over the trainable tokens of the critic's values before it was trained on the rollout, and of what they are trained towards
 rollout/{rollout_log_probs,log_probs,ref_log_probs} | nats | mean log-prob of the trainable tokens under the engine, the trainer before its first update, and the reference; per trajectory, then over the batch
 rollout/kl | nats | KL of the policy before the step to the reference under --kl-coef (--kl-loss-type, trajectory mean), before its coefficient
 rollout/overlong_penalty | reward | mean over trajectories of what --overlong-buffer-len adds to the reward, 0 or less
@@ -80,6 +82,11 @@ train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory 
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens
 train/grad_norm | 1 | norm of the gradient before clipping
+train/critic-value_loss | loss | loss of the critic that was minimised: clipped squared error (trajectory mean) times --value-loss-coef
+train/critic-value_clipfrac | ratio | tokens whose clipped error was the larger one, so that they had no gradient (trajectory mean)
+train/critic-explained_variance | ratio | 1 - variance of (return - value) / variance of the returns, over the trainable tokens, before the critic's first step on the rollout: 1 foresees all, 0 is a constant's; not there where returns do not vary
+train/critic-grad_norm | 1 | norm of the critic's gradient before clipping
+train/critic-lr-pg_0 | 1 | learning rate of the critic at the last step
 train/lr-pg_<group> | 1 | learning rate of an optimizer parameter group at the last step
 train/step | steps | optimizer steps since the start of the run
 train/tokens | tokens | prompt and response tokens trained on
@@ -104,7 +111,7 @@ eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prom
 perf/step_time | s | wall time of the step, from the end of the one before it: the sum of its stages and perf/other_time. A step that evaluates or saves holds that, too
 perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time, perf/save_model_time and perf/save_hf_time: what compares from step to step, and what the shares below are of
 perf/wait_time_ratio | ratio | share of that in which the trainer was not asked to train: rollout, weight sync, batch, logging. 0.5 says only that they take as long as training
-perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs and actor_train
+perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs, values, actor_train and critic_train
 perf/engine_busy_ratio | ratio | share of it in which at least one request of the rollout was under way at any engine
 perf/engine_busy_s | s | time in which at least one request of the rollout was under way, as the client sees it
 perf/engine_running_requests | requests | mean over the rollout and the engines of the requests an engine was computing (vLLM's running phase)
@@ -121,7 +128,7 @@ perf/{sleep,wake,offload,onload}_time | s | where trainer and engines take turns
 perf/rollout_wait_time | s | train_async.py: a stage, in which the trainer waited for generation: for the rollout of the step, or before a weight sync or an evaluation for the next one
 perf/rollout_s | s | train_async.py: what the generation of the step's rollout took, most of it beside the training in the step before
 perf/rollout_ready_s | s | train_async.py: how long that rollout then waited for the trainer; beside perf/rollout_wait_time it says which of the two is the slower one
-perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update)
+perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update); with a critic values and critic_train, the same of it
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once
 perf/actor_train_mfu | ratio | perf/actor_train_tflops over the device's dense 16-bit peak, where that is known (NVIDIA's data sheets; not on a CPU, not in float32)
@@ -139,7 +146,7 @@ def _parse(table: str) -> tuple[Metric, ...]:
 
 
 METRICS: tuple[Metric, ...] = _parse(_TABLE)
-TRAIN_PARTS = frozenset({"log_probs", "ref_log_probs", "actor_train"})
+TRAIN_PARTS = frozenset({"log_probs", "ref_log_probs", "values", "actor_train", "critic_train"})
 """The trainer's own times, which perf/train_time contains."""
 
 

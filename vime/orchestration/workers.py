@@ -224,6 +224,11 @@ class TrainerGroup:
         result: list[npt.NDArray[np.float32]] = self._all("score", sequences)[0]
         return result
 
+    def values(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """See `Trainer`."""
+        result: npt.NDArray[np.float32] = self._all("values", ray.put(batch))[0]
+        return result
+
     def train(self, batch: TrainBatch) -> Metrics:
         """See `Trainer`."""
         metrics: Metrics = self._all("train", ray.put(batch))[0]

@@ -60,7 +60,10 @@ LOSSES = {
         **_KL,
         "entropy_coef": 0.01,
     },
+    # A critic with a head of its own beside the policy; the KL to a reference in the reward.
+    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "gamma": 0.95, "kl_coef": 0.05},
 }
+CRITIC = {"lambd": 0.8, "value_clip": 0.1, "critic_lr": 5e-3, "critic_clip_grad": 0.5}
 
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OPTIONS = {
@@ -142,6 +145,8 @@ SMOKE = [
     Case("TP2+SP", option="bf16"),
     Case("CP2", loss="sequences"),
     Case("CP2", loss="kl in reward"),
+    Case("TP2+SP", loss="ppo", saves=True),
+    Case("CP2", "moe", loss="ppo"),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
@@ -204,6 +209,33 @@ MATRIX = [
     Case("PP2", loss="kl in reward"),
     Case("PP2", loss="own"),
     Case("CP2", loss="own"),
+    # PPO's critic
+    Case("DP2", loss="ppo"),
+    Case("TP2", "qwen3 untied", loss="ppo"),
+    Case("PP2", loss="ppo", saves=True),
+    Case("CP2", loss="ppo"),
+    Case("PP2 VP2", "qwen3 deep", loss="ppo", saves=True),
+    Case("TP2+SP", "qwen2", loss="ppo"),
+    Case("PP2", "llama tied", loss="ppo"),
+    Case("DP2 EP2", "moe", loss="ppo", saves=True),
+    Case("DP2 EP2", "glm", loss="ppo"),
+    Case("TP2+SP EP2 ETP1", "glm", loss="ppo"),
+    Case("TP2", "qwen3 untied", "vocabulary padded", loss="ppo"),
+    Case("PP2", option="embedding and loss count", model="qwen3 deep", loss="ppo"),
+    Case("DP2", option="overlap grad reduce", loss="ppo"),
+    Case("DP2", option="overlap param gather", loss="ppo"),
+    Case("DP2 EP2", "moe", "plain optimizer", loss="ppo"),
+    Case("DP2", option="optimizer on the host", loss="ppo"),
+    Case("TP2+SP", "llama", "recompute full", loss="ppo"),
+    Case("DP2 EP2", "glm", "recompute selective", loss="ppo"),
+    Case("PP2 VP2", "qwen3 deep", "recompute full", loss="ppo"),
+    Case("TP2+SP", option="bf16", loss="ppo"),
+    Case("TP2+SP", loss="ppo", loads="TP2+SP qwen3 ppo"),
+    Case("PP2", loss="ppo", loads="TP2+SP qwen3 ppo"),
+    Case("CP2", loss="ppo", loads="PP2 qwen3 ppo"),
+    Case("PP2", "qwen3 deep", loss="ppo", loads="PP2 VP2 qwen3 deep ppo"),
+    Case("TP2+SP", "moe", loss="ppo", loads="DP2 EP2 moe ppo"),
+    Case("DP1", loss="ppo", loads="TP2+SP qwen3 ppo"),
     # Memory, overlap, precision
     Case("DP2", option="overlap grad reduce", saves=True),
     Case("PP2", option="overlap grad reduce"),
@@ -277,6 +309,12 @@ MATRIX = [
     Case("DP2 CP2", loss="sequences"),
     Case("PP2 CP2", "llama", loss="sequences"),
     Case("TP2+SP CP2", loss="kl in reward"),
+    Case("TP2+SP PP2", loss="ppo"),
+    Case("TP2+SP CP2", loss="ppo"),
+    Case("DP2 CP2", "llama", loss="ppo"),
+    Case("DP2 PP2 VP2", "qwen3 deep", loss="ppo"),
+    Case("DP2 PP2 EP2", "moe", loss="ppo"),
+    Case("TP2+SP CP2 EP2 ETP1", "glm", loss="ppo"),
     Case("DP4 EP4", "moe"),
     Case("DP4 EP2", "moe"),
     Case("DP2 TP2+SP EP4 ETP1", "moe"),
@@ -315,8 +353,11 @@ def with_batches(case: Case, world_size: int) -> Case:
     ]
     batches = [replace(b, steps=tuple(_with_multiple(_dealt(step, dp), multiple) for step in b.steps)) for b in batches]
     for batch in batches:
-        batch.rewards[:] = batch.advantages
+        if case.loss == "ppo":  # some episodes are cut off, a tool has spoken in some
+            batch.truncated[1::3] = True
+            batch.loss_mask[batch.cu_seqlens[1::2] - 2] = 0
         batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
+        batch.rewards[:] = batch.advantages  # what a critic learns of
     return replace(case, batches=tuple(batches))
 
 

@@ -11,9 +11,9 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 
-from tests.trainer.megatron.matrix import LOSSES
+from tests.trainer.megatron.matrix import CRITIC, LOSSES
 from tests.trainer.megatron.rank_processes import result_file
-from vime.config import AlgoConfig, Config, RolloutConfig, SyncConfig, TrainConfig
+from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import TrainingError
 from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
@@ -37,8 +37,12 @@ class KeepingWriter:
 
 def run(case, rank, world_size, folder, platform):
     """What one trainer gives on this rank."""
+    has_critic = case.loss == "ppo"
     config = Config(
         algo=AlgoConfig(**LOSSES[case.loss]),
+        critic=CriticConfig(critic_load=str(folder / f"critic {case.model}"), **CRITIC)
+        if has_critic
+        else CriticConfig(),
         rollout=RolloutConfig(rollout_temperature=0.8),
         sync=SyncConfig(update_weight_buffer_size=20_000),
         train=TrainConfig(lr_decay_style="cosine", lr_decay_iters=10),
@@ -62,6 +66,8 @@ def run(case, rank, world_size, folder, platform):
     out["random"] = random_streams()
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
     out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
+    if has_critic:
+        out["values"] = trainer.values(batches[0])
     if writer is not None:
         out["first"], writer.sent = writer.sent, []
     out["metrics"] = []
@@ -70,6 +76,8 @@ def run(case, rank, world_size, folder, platform):
             trainer.save(folder / f"checkpoint {case}")
         out["metrics"].append(trainer.train(batch))
     out["last_log_probs"] = trainer.log_probs(batches[0])
+    if has_critic:
+        out["last_values"] = trainer.values(batches[0])
     if case.exports:
         trainer.export_hf(folder / f"export {case}")
     list(trainer.weights(2))

@@ -19,11 +19,13 @@ class Differences:
     """Largest over ranks and rollouts. None: not compared."""
 
     loss: float | None = None
-    """Of each rollout's loss, relative."""
+    """Of each rollout's loss, relative; with a critic of its loss, as whitened advantages leave next to none of the
+    policy's."""
     grad_norm: float | None = None
-    """Of each rollout's gradient norm, relative."""
+    """Of each rollout's gradient norm, relative; the critic's, too."""
     log_probs: float | None = None
-    """Of any token's log-prob, before the first update and after the last; a difference of log-probs is relative."""
+    """Of any token's log-prob, before the first update and after the last; a difference of log-probs is relative. And
+    of any value of a critic, relative to the largest."""
     weights: float | None = None
     """Of any element after the last update, relative to the largest of its tensor."""
     bounds: dict[str, float] = field(default_factory=dict)
@@ -88,14 +90,21 @@ def compare_metrics(result, case, ranks, wanted, bound):
     """Loss and gradient norm into `result`; every other train/ metric within the bound, or a problem."""
     without = ("train/pg_clipfrac",) if case.loss == "own" else ()
     pairs = [(g, w, k) for r in ranks for k, (g, w) in enumerate(zip(r["metrics"], wanted, strict=True))]
-    result.loss = _largest(_relative(got["train/loss"], want["train/loss"]) for got, want, _ in pairs)
-    result.grad_norm = _largest(_relative(got["train/grad_norm"], want["train/grad_norm"]) for got, want, _ in pairs)
+    has_critic = case.loss == "ppo"
+    loss = "train/critic-value_loss" if has_critic else "train/loss"
+    norms = ["train/grad_norm", *(["train/critic-grad_norm"] if has_critic else [])]
+    result.loss = _largest(_relative(got[loss], want[loss]) for got, want, _ in pairs)
+    result.grad_norm = _largest(_relative(got[name], want[name]) for got, want, _ in pairs for name in norms)
     for got, want, k in pairs:
         for name in want:
-            if not name.startswith("train/") or name in without:
+            if not name.startswith(("train/", "rollout/")) or name in without:
                 continue
             # A mean difference of two log-probs keeps only what float32 leaves of each.
-            tiny = bound / 10 if name in ("train/ppo_kl", "train/kl_loss") or "diff" in name else 1e-8
+            small = name in ("train/ppo_kl", "train/kl_loss") or "diff" in name
+            # So do means of numbers of either sign.
+            tiny = bound / 10 if small or (has_critic and name in ("train/loss", "train/pg_loss")) else 1e-8
+            if has_critic and name.startswith("rollout/"):
+                tiny = bound
             if not abs(got[name] - want[name]) <= max(tiny, bound * abs(want[name])):
                 result.problems.append(f"{name} of rollout {k} is {got[name]}, of one process {want[name]}")
         if case.loss == "own" and _relative(got["custom/clipped"] + 1, want["train/pg_clipfrac"] + 1) > bound:
@@ -104,6 +113,10 @@ def compare_metrics(result, case, ranks, wanted, bound):
 
 def _log_prob_difference(rank, reference):
     columns = [(rank[name], reference[name]) for name in ("log_probs", "last_log_probs")]
+    for name in ("values", "last_values"):
+        if (want := reference.get(name)) is not None:
+            largest = np.nanmax(np.abs(want))
+            columns.append((rank[name] / largest, want / largest))
     columns += list(zip(rank["scores"], reference["scores"], strict=True))
     wanted = [~np.isnan(want) for _, want in columns]  # all but each first token
     return _largest(np.abs(got - want)[where].max() for (got, want), where in zip(columns, wanted, strict=True))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from tests.trainer.conftest import write_model
+from tests.trainer.megatron.critics import write_critic
 from tests.trainer.megatron.matrix import CUDA_ONLY, MATRIX, MODELS, with_batches
 from tests.trainer.megatron.rank_differences import NUMBERS, differences
 from tests.trainer.megatron.rank_processes import LIMIT_S, Outcome, Ranks
@@ -25,6 +26,8 @@ def run_cases(folder, cases, *, platform="cpu", limit_s=LIMIT_S, tell=lambda cas
     """
     for name in dict.fromkeys(case.model for case in cases):
         write_model(Path(folder) / name, **MODELS[name])
+    for name in dict.fromkeys(case.model for case in cases if case.loss == "ppo"):
+        write_critic(Path(folder) / f"critic {name}", Path(folder) / name)
     by_size = {size: [c for c in cases if c.world_size == size] for size in sorted({c.world_size for c in cases} - {1})}
     late = [c for c in cases if c.world_size == 1]
     outcomes = {}

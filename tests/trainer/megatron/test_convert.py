@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.conftest import SMALL, write_model
-from vime.config import CheckpointConfig
+from vime.config import AlgoConfig, CheckpointConfig
 from vime.errors import ConfigError
 from vime.trainer.megatron import convert, hf_io
 from vime.trainer.megatron.stored_tensors import StoredTensors
@@ -101,8 +101,11 @@ def test_there_and_back_is_bit_identical_also_over_several_files(source, tmp_pat
     assert len(set(index["weight_map"].values())) > 3 and index["metadata"]["total_size"] == done.num_bytes
 
 
-def test_an_export_of_a_trained_checkpoint_is_the_trainers_own(source, make_trainer, make_batch, tmp_path):
-    trainer = make_trainer(source, megatron={"lr": 1e-2, "make_vocab_size_divisible_by": 64})
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_an_export_of_a_trained_checkpoint_is_the_trainers_own(source, make_trainer, make_batch, tmp_path, estimator):
+    """A critic in the checkpoint is left there."""
+    algo = AlgoConfig(advantage_estimator=estimator)
+    trainer = make_trainer(source, algo=algo, megatron={"lr": 1e-2, "make_vocab_size_divisible_by": 64})
     trainer.train(make_batch([9, 4, 17, 6]))
     trainer.save(tmp_path / "saved")
     trainer.export_hf(tmp_path / "exported")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,30 +26,47 @@ _log = logging.getLogger(__name__)
 
 OPTIMIZER_STATE = "optimizer.state."
 """How the keys of an optimizer's tensors begin."""
+CRITIC = "critic."
+"""How the keys of all of a critic's begin; what follows is as the policy's."""
 
 
 def begin_save(
-    policy: Policy, path: Path, *, counters: dict[str, int], with_optimizer: bool, in_background: bool
+    policy: Policy,
+    path: Path,
+    *,
+    counters: dict[str, int],
+    with_optimizer: bool,
+    in_background: bool,
+    critic: Policy | None = None,
 ) -> Save:
     """Start to write a checkpoint folder; under its final name it is always whole. Collective.
 
     Args:
         counters: plain numbers to come back from `load`.
         in_background: return when the state is copied, not when it is written.
+        critic: goes into the same checkpoint.
     """
     state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
+    if with_optimizer:
+        state["random"] = _random_object(_random_state())
+        state["layout"] = _layout()
+    if critic is not None:
+        state["critic"] = _critic_state(critic, with_optimizer=with_optimizer, is_loading=False)
+        state["has_critic"] = True
     # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     is_copy = policy.has_distributed_optimizer and all(map(is_shared, parts))
-    fresh = (OPTIMIZER_STATE,) if is_copy else ()
+    fresh = (OPTIMIZER_STATE, CRITIC + OPTIMIZER_STATE) if is_copy else ()
     return Save(state, path, in_background=in_background, fresh_prefix=fresh)
 
 
-def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
+def load(policy: Policy, path: Path, *, with_optimizer: bool, critic: Policy | None = None) -> dict[str, int]:
     """Restore what `save` wrote; returns its counters. Collective.
 
-    Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer where one is wanted; TrainingError if
-        it cannot be read.
+    Args: critic: restored, too, if the checkpoint has one; if it has none, weights alone can be loaded, and the critic
+        stays as it is.
+    Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer or critic where one is wanted;
+        TrainingError if it cannot be read.
     """
     with _readable(path):
         if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
@@ -56,18 +74,22 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
         saved = dist_checkpointing.load_common_state_dict(str(path))
     if with_optimizer and "scheduler" not in saved:
         raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
+    if critic is not None and not saved.get("has_critic"):
+        if with_optimizer:
+            raise ConfigError(f"{path} has no critic; add --finetune to begin with its policy and a new critic")
+        critic = None
     same_layout = saved.get("layout") == _layout()
     wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
+    if critic is not None:
+        wanted["critic"] = _critic_state(critic, with_optimizer=with_optimizer, is_loading=True)
     if with_optimizer and same_layout:
         wanted["random"] = _random_object(None)
     with _readable(path):
         state = dist_checkpointing.load(wanted, str(path))
-    for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
-        ddp.module.load_state_dict(state[key])
+    _restore(policy, state, saved, with_optimizer=with_optimizer)
+    if critic is not None:
+        _restore(critic, state["critic"], saved.get("critic", {}), with_optimizer=with_optimizer)
     if with_optimizer:
-        with _own_settings(policy.optimizer):
-            policy.optimizer.load_state_dict(state["optimizer"])
-        policy.scheduler.load_state_dict(saved["scheduler"])
         if same_layout:
             _set_random_state(state["random"])
         elif dist.get_rank() == 0:
@@ -78,8 +100,6 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool) -> dict[str, int]:
                 _described(saved.get("layout")),
                 _described(_layout()),
             )
-    else:
-        policy.optimizer.reload_model_params()
     counters: dict[str, int] = saved["counters"]
     return counters
 
@@ -99,6 +119,24 @@ def _readable(path: Path) -> Iterator[None]:
         raise TrainingError(f"{path} cannot be read ({type(cause).__name__}: {first_line})") from error
 
 
+def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any], *, with_optimizer: bool) -> None:
+    """Put loaded weights, optimizer and schedule in place. Args: saved: what is no tensor of it."""
+    for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
+        ddp.module.load_state_dict(state[key])
+    if not with_optimizer:
+        policy.optimizer.reload_model_params()
+        return
+    with _own_settings(policy.optimizer):
+        policy.optimizer.load_state_dict(state["optimizer"])
+    policy.scheduler.load_state_dict(saved["scheduler"])
+
+
+def _critic_state(critic: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    state = _state(critic, with_optimizer=with_optimizer, is_loading=is_loading)
+    add_prefix_for_sharding(state, CRITIC)
+    return state
+
+
 def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
     metadata = {
         # The one optimizer format of 0.16.1 that can be read by another number of ranks.
@@ -115,8 +153,6 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
         state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         if not is_loading:
             state["scheduler"] = policy.scheduler.state_dict()
-            state["random"] = _random_object(_random_state())
-            state["layout"] = _layout()
     return state
 
 

@@ -33,6 +33,8 @@ from vime.trainer.megatron.safetensors_io import Outline, SafetensorsFolder, che
 from vime.trainer.megatron.shard_file import ShardFile
 from vime.trainer.megatron.stored_tensors import StoredTensors
 
+_NO_WEIGHTS = ("optimizer.", "critic.")
+"""How the keys of a training checkpoint begin that are no part of the policy's weights."""
 _TRAINED = ("float32", "bfloat16")
 _CHOOSE = "choose one with --dtype float32 or --dtype bfloat16"
 _MOST_PROBLEMS = 8  # a wrong width makes nearly every tensor another
@@ -183,7 +185,7 @@ def _check_stored(stored: StoredTensors, names: NameMap, model: ModelSettings, c
     for name in names.megatron_names():
         place = _place(name, model)
         expected[place.key] = (*place.lead_shape, *_megatron_shape(names.to_hf(name), names.shapes()))
-    found = {key for key in stored.keys() if not key.startswith("optimizer.")}
+    found = {key for key in stored.keys() if not key.startswith(_NO_WEIGHTS)}
     problems = []
     if missing := sorted(expected.keys() - found):
         problems.append(f"{checkpoint} lacks {len(missing)} tensors of this model, among them {missing[:3]}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vime.config.parallel import ParallelSizes
 from vime.data.packing import plan_steps
+from vime.errors import TrainingError
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
 from vime.trainer.megatron import parallel
@@ -80,6 +81,16 @@ def score(
     return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
 
 
+def check_tokens(batch: TrainBatch, model: ModelSettings) -> None:
+    """Raises: TrainingError if the batch has a token id that the model does not."""
+    low, high = batch.tokens.min(), batch.tokens.max()
+    if not 0 <= low <= high < model.vocab_size:
+        raise TrainingError(
+            f"rollout {batch.rollout_id} holds token ids from {low} to {high}, the model's vocabulary has "
+            f"{model.vocab_size}; look at what the generate function appends"
+        )
+
+
 def share(
     values: npt.NDArray[np.float32],
     places: npt.NDArray[np.int64],
@@ -95,6 +106,19 @@ def share(
         device = torch.device(torch.cuda.current_device())
         out = parallel.sum_over_ranks(torch.from_numpy(out).to(device)).cpu().numpy()
     return np.where(wanted, out, NOT_A_NUMBER)
+
+
+def micro_batches_without_gradients(
+    batch: TrainBatch, model: ModelSettings, sizes: ParallelSizes, *, limit: int | None
+) -> Sequence[Sequence[int]]:
+    """This data-parallel rank's samples of the whole batch, for a forward pass alone.
+
+    Args: limit: tokens in one forward pass of one rank; None: micro-batches as they are trained on.
+    """
+    rank = parallel.dp_rank()
+    if limit is None:
+        return [micro for step in batch.steps for micro in step[rank]]
+    return repack(batch, model, sizes, dp_size=parallel.dp_size(), max_tokens=limit * parallel.cp_size())[rank]
 
 
 def repack(batch: TrainBatch, model: ModelSettings, sizes: ParallelSizes, *, dp_size: int, max_tokens: int) -> StepPlan:

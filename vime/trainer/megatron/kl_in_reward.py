@@ -27,10 +27,7 @@ def with_advantages(
         ranks, which therefore come to the same advantages.
     Raises: TrainingError if a log-prob is not finite.
     """
-    mask = batch.loss_mask != 0
-    kl = np.zeros(len(mask))
-    policy, other = (torch.from_numpy(column[mask].astype(np.float64)) for column in (old, reference))
-    kl[mask] = kl_estimate(policy, other, kl_type(algo)).numpy()
+    kl, metrics = token_kl(batch, old, reference, algo)
     inputs = AdvantageInputs(
         rewards=batch.extra.get(SHAPED_REWARDS, batch.rewards).astype(np.float64),
         group_ids=batch.group_ids,
@@ -50,6 +47,17 @@ def with_advantages(
     changed = replace(batch, advantages=advantages.per_sample.astype(np.float32))
     if advantages.per_token is not None:
         changed = replace(changed, extra={**batch.extra, TOKEN_ADVANTAGES: advantages.per_token.astype(np.float32)})
+    return changed, metrics
+
+
+def token_kl(
+    batch: TrainBatch, old: npt.NDArray[np.float32], reference: npt.NDArray[np.float32], algo: AlgoConfig
+) -> tuple[npt.NDArray[np.float64], Metrics]:
+    """[T] the KL at each token, 0 under mask 0; and rollout/kl. Arguments as `with_advantages` takes them."""
+    mask = batch.loss_mask != 0
+    kl = np.zeros(len(mask))
+    policy, other = (torch.from_numpy(column[mask].astype(np.float64)) for column in (old, reference))
+    kl[mask] = kl_estimate(policy, other, kl_type(algo)).numpy()
     trajectories = np.repeat(batch.trajectory_ids, batch.lengths)
     mean = trajectory_mean(kl, mask, trajectories, len(np.unique(batch.trajectory_ids)))
-    return changed, {"rollout/kl": mean}
+    return kl, {"rollout/kl": mean}

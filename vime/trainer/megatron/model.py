@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -92,11 +92,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
 
 
+Chunk = TypeVar("Chunk", bound=GPTModel)
+
+
 @dataclass(slots=True)
 class Policy:
-    """The trained model and what trains it."""
+    """A trained model and what trains it: the policy's, and in the same way its critic's."""
 
-    chunks: Sequence[PolicyModel]
+    chunks: Sequence[GPTModel]
     """Weights and names, one for each virtual pipeline stage of this rank; forward goes through `ddps`."""
     ddps: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -135,22 +138,14 @@ class Policy:
 
 
 def build_chunks(
-    model: ModelSettings,
-    settings: MegatronSettings,
-    *,
-    chunk_size: int | None,
-    provider: Callable[[int, Callable[[], PolicyModel]], PolicyModel] = lambda chunk, build: build(),
-) -> tuple[list[PolicyModel], list[torch.nn.Module]]:
+    settings: MegatronSettings, build: Callable[[int], Chunk]
+) -> tuple[list[Chunk], list[torch.nn.Module]]:
     """This rank's part of a model, with fresh weights on the current device: one chunk for each of its stages.
 
-    Args: provider: makes a chunk, given its number and a function that makes the usual one.
+    Args: build: makes a chunk, given its number.
     Returns: the chunks, and their wrappers for the dtype they compute in.
     """
-
-    def build(chunk: int) -> PolicyModel:
-        return provider(chunk, lambda: PolicyModel(model, settings, chunk_size=chunk_size, chunk=chunk))
-
-    chunks: list[PolicyModel] = [build(chunk).cuda() for chunk in range(parallel.num_virtual_stages())]
+    chunks: list[Chunk] = [build(chunk).cuda() for chunk in range(parallel.num_virtual_stages())]
     config = settings.transformer
     wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     for chunk in chunks:
@@ -159,7 +154,7 @@ def build_chunks(
 
 
 def build_policy(
-    chunks: Sequence[PolicyModel],
+    chunks: Sequence[GPTModel],
     wrapped: Sequence[torch.nn.Module],
     settings: MegatronSettings,
     train: TrainConfig,

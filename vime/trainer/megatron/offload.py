@@ -171,8 +171,16 @@ def _copy(kept: Sequence[tuple[torch.UntypedStorage, int, int]], arena: HostAren
 class DeviceParts:
     """What a trainer has on its device, in the two parts that leave and come back: see `vime.protocols.TrainerPart`."""
 
-    def __init__(self, policy: Policy, reference: Sequence[torch.nn.Module], device_type: str) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Sequence[torch.nn.Module],
+        device_type: str,
+        *,
+        critic: Policy | None = None,
+    ) -> None:
         self._policy, self._reference, self._device_type = policy, reference, device_type
+        self._trained = [policy] if critic is None else [policy, critic]
         self._offloader = Offloader()
 
     def offload(self, parts: Iterable[TrainerPart] = TRAINER_PARTS) -> None:
@@ -180,9 +188,11 @@ class DeviceParts:
         away, parts = self._offloader.is_away, set(parts)
         if "state" in parts and not away("state"):
             weights = _filled(self._weights())
-            self._policy.optimizer.zero_grad()  # copies of gradients that the optimizer still holds
+            for trained in self._trained:
+                trained.optimizer.zero_grad()  # copies of gradients that the optimizer still holds
             state = [t for t in self._state() if t.untyped_storage()._cdata not in weights]
-            self._offloader.offload("state", state, drop=self._policy.grad_buffers())
+            drop = [buffer for trained in self._trained for buffer in trained.grad_buffers()]
+            self._offloader.offload("state", state, drop=drop)
             self._offloader.offload("reference", _parameters_and_buffers(self._reference), is_constant=True)
         if "weights" in parts and not away("weights"):
             self._offloader.offload("weights", self._weights())
@@ -210,8 +220,14 @@ class DeviceParts:
         return self._on_device(_parameters_and_buffers(self._policy.chunks))
 
     def _state(self) -> list[Tensor]:
-        groups = [p for group in self._policy.optimizer.param_groups for p in group["params"]]
-        return self._on_device((*groups, *self._policy.optimizer_tensors()))
+        """What only a training step needs: optimizers, and all of the critic, whose weights no engine gets."""
+        state: list[Tensor] = []
+        for trained in self._trained:
+            state += [p for group in trained.optimizer.param_groups for p in group["params"]]
+            state += trained.optimizer_tensors()
+            if trained is not self._policy:
+                state += _parameters_and_buffers(trained.chunks)
+        return self._on_device(state)
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor.device.type == self._device_type]

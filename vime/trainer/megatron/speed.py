@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
 import torch
 
 from vime.models import ModelSettings
 from vime.models.flops import forward_flops
+from vime.observability.trace import SpanLog
 from vime.protocols import DeviceUse
 from vime.types import Metrics, TrainBatch
 
 # part of perf/train_time -> forward passes' worth of model operations: a backward pass counts two
 _PASSES = {"log_probs": 1, "ref_log_probs": 1, "actor_train": 3}
+
+
+@contextmanager
+def timed(metrics: Metrics, spans: SpanLog, part: str) -> Iterator[None]:
+    """Seconds of a part of the training into `metrics`, the device's work included, and a span of it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with spans.span(part):
+        yield
+        torch.cuda.synchronize()
+    metrics[f"perf/{part}_time"] = time.perf_counter() - start
 
 
 def speed_metrics(

@@ -5,9 +5,8 @@ T tokens of a batch, B samples. Every method is collective: all ranks call it wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor
 
 from vime.config import Config
-from vime.config.estimators import needs_reference
-from vime.errors import TrainingError
+from vime.config.estimators import needs_critic, needs_reference
 from vime.models import ModelSettings, family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
@@ -30,15 +28,14 @@ from vime.trainer.megatron import (
     forward,
     hf_io,
     kl_in_reward,
-    layers,
     micro_loss,
     model,
     offload,
     outgoing,
     packing,
     parallel,
+    ppo,
     profiling,
-    rope,
     saving,
     settings,
     shards,
@@ -46,6 +43,8 @@ from vime.trainer.megatron import (
     train_step,
 )
 from vime.trainer.megatron.agreement import agreement_metrics
+from vime.trainer.megatron.critic import Critic
+from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.reference import build_reference
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
@@ -119,7 +118,6 @@ class MegatronTrainer:
 
     def _build(self, total_steps: int) -> None:
         train = self._config.train
-        device = torch.device(torch.cuda.current_device())
         chunks, self._forward = self._new_model(self._model)
         hf_io.load_hf(chunks, self._source, self._names, self._model)
         self._homes = shards.homes(chunks, self._names, self._model)
@@ -132,24 +130,22 @@ class MegatronTrainer:
             self._reference = build_reference(
                 folder, self._model, self._names, self._new_model, policy_folder=self._source
             )
-        self._parts = offload.DeviceParts(self._policy, self._reference, self._platform.device_type)
-        inv_freq, rope_factor = rope.inverse_frequencies(self._model, device)
-        self._layout = packing.Layout(
-            inv_freq=inv_freq,
-            rope_factor=rope_factor,
-            cp_rank=parallel.cp_rank(),
-            cp_size=parallel.cp_size(),
-            multiple=parallel.tp_size() if self._settings.sizes.sequence_parallel else 1,
-            group=self._settings.sizes.stages.micro_batch_multiple,
-            dtype=self._settings.dtype,
-            padded=not layers.uses_varlen_kernel(
-                self._platform.device_type, self._settings.dtype, self._model.transformer["kv_channels"]
-            ),
-        )
+        self._layout = layout_of(self._model, self._settings, device_type=self._platform.device_type)
+        self._ppo: ppo.Ppo | None = None
+        if needs_critic(self._config.algo):
+            of_policy = (self._source, self._model, self._names, self._settings.sizes, self._layout)
+            device_type = self._platform.device_type
+            self._ppo = ppo.Ppo(self._config, Critic(self._config, *of_policy, device_type, total_steps=total_steps))
+        of_critic = self._critic_model
+        self._parts = offload.DeviceParts(self._policy, self._reference, self._platform.device_type, critic=of_critic)
 
     def _new_model(self, of: ModelSettings) -> tuple[list[model.PolicyModel], list[torch.nn.Module]]:
-        chunk_size = self._config.train.log_probs_chunk_size
-        return model.build_chunks(of, self._settings, chunk_size=chunk_size, provider=self._hooks.build)
+        def build(chunk: int) -> model.PolicyModel:
+            chunk_size = self._config.train.log_probs_chunk_size
+            usual = partial(model.PolicyModel, of, self._settings, chunk_size=chunk_size, chunk=chunk)
+            return self._hooks.build(chunk, usual)
+
+        return model.build_chunks(self._settings, build)
 
     # Log-probs
 
@@ -168,17 +164,8 @@ class MegatronTrainer:
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
         self._hooks.before_log_probs(chunks, store_prefix)
-        rank = parallel.dp_rank()
-        if limit := self._config.train.log_probs_max_tokens_per_gpu:
-            mine = forward.repack(
-                batch,
-                self._model,
-                self._settings.sizes,
-                dp_size=parallel.dp_size(),
-                max_tokens=limit * parallel.cp_size(),
-            )[rank]
-        else:
-            mine = tuple(micro for step in batch.steps for micro in step[rank])
+        limit = self._config.train.log_probs_max_tokens_per_gpu
+        mine = forward.micro_batches_without_gradients(batch, self._model, self._settings.sizes, limit=limit)
         return forward.shared_log_probs(
             chunks,
             batch.tokens,
@@ -188,6 +175,17 @@ class MegatronTrainer:
             layout=self._layout,
             temperature=self._config.rollout.rollout_temperature,
         )
+
+    def values(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """[T] the critic's value of the state before each token; NaN at each first token.
+
+        Raises: ValueError without a critic (--advantage-estimator ppo).
+        """
+        if self._ppo is None:
+            raise ValueError("this trainer has no critic; it has one with --advantage-estimator ppo")
+        wanted = np.ones(len(batch.tokens), dtype=np.bool_)
+        wanted[batch.cu_seqlens[:-1]] = False
+        return self._ppo.critic.values(batch, wanted, np.zeros(batch.num_samples, np.bool_)).of_tokens
 
     # Training
 
@@ -204,37 +202,44 @@ class MegatronTrainer:
 
     def _train(self, batch: TrainBatch) -> Metrics:
         metrics: Metrics = {}
-        if not 0 <= batch.tokens.min() <= batch.tokens.max() < self._model.vocab_size:
-            raise TrainingError(
-                f"rollout {batch.rollout_id} holds token ids from {batch.tokens.min()} to {batch.tokens.max()}, the "
-                f"model's vocabulary has {self._model.vocab_size}; look at what the generate function appends"
-            )
+        timed = partial(speed.timed, metrics, self._spans)
+        forward.check_tokens(batch, self._model)
         mask = batch.loss_mask.astype(np.bool_)
         policy_loss = self._config.algo.loss_type != "sft_loss"
+        trains_policy = self._ppo is None or self._ppo.trains_policy(batch)
         old = reference = None
         in_reward = policy_loss and self._config.algo.kl_coef != 0
-        if policy_loss and (len(batch.steps) > 1 or in_reward or self._hooks.reads_old_log_probs):
-            with self._timed(metrics, "log_probs"):
+        reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy
+        if policy_loss and (len(batch.steps) > 1 or reads_old):
+            with timed("log_probs"):
                 old = self._batch_log_probs(self._forward, batch, mask)
         if self._reference:
-            with self._timed(metrics, "ref_log_probs"):
+            with timed("ref_log_probs"):
                 reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
-        if in_reward:
+        if self._ppo is not None:
+            with timed("values"):
+                batch, of_values = self._ppo.with_advantages(batch, old, reference)
+            metrics |= of_values
+        elif in_reward:
             assert old is not None and reference is not None, "--kl-coef needs both"
             batch, metrics_of_kl = kl_in_reward.with_advantages(batch, old, reference, self._config.algo)
             metrics |= metrics_of_kl | advantage_metrics(batch)
         batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
         metrics |= own
         mask = batch.loss_mask.astype(np.bool_)
-        columns = micro_loss.Columns(old, reference)
-        with self._timed(metrics, "actor_train"):
-            results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
-            self._policy.finish_param_gather()
-        if policy_loss:
-            if old is None:
+        if self._ppo is not None:
+            with timed("critic_train"):
+                metrics |= self._ppo.critic.train(batch, mask)
+        if trains_policy:
+            columns = micro_loss.Columns(old, reference)
+            with timed("actor_train"):
+                results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
+                self._policy.finish_param_gather()
+            if old is None and policy_loss:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
+            metrics |= train_step.result_metrics(results)
+        if old is not None and policy_loss:
             metrics |= agreement_metrics(batch, mask, old, reference)
-        metrics |= train_step.result_metrics(results)
         metrics["train/step"] = float(self._step)
         metrics["train/tokens"] = float(len(batch.tokens))
         metrics["train/global_batch_size"] = float(batch.global_batch_size)
@@ -242,16 +247,6 @@ class MegatronTrainer:
             metrics, batch, self._model, num_devices=self._world_size, peak_tflops=self._peak_tflops
         )
         return metrics | speed.memory_metrics(self._platform.device_type)
-
-    @contextmanager
-    def _timed(self, metrics: Metrics, part: str) -> Iterator[None]:
-        """Seconds of a part of the training, the device's work included."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        with self._spans.span(part):
-            yield
-            torch.cuda.synchronize()
-        metrics[f"perf/{part}_time"] = time.perf_counter() - start
 
     def take_spans(self) -> list[Span]:
         """What this rank was busy with since the last call; for the trace."""
@@ -304,6 +299,15 @@ class MegatronTrainer:
     def _hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return shards.hf_tensors(self._policy.chunks, self._names, self._model, self._homes)
 
+    @property
+    def _critic_model(self) -> model.Policy | None:
+        return None if self._ppo is None else self._ppo.critic.trained
+
+    @property
+    def _trained(self) -> list[model.Policy]:
+        """All that has an optimizer."""
+        return [self._policy, *([] if (critic := self._critic_model) is None else [critic])]
+
     # Checkpoints and the device
 
     def save(self, path: Path) -> None:
@@ -323,6 +327,7 @@ class MegatronTrainer:
             counters={"step": self._step},
             with_optimizer=not self._config.checkpoint.no_save_optim,
             in_background=in_background,
+            critic=self._critic_model,
         )
 
     def end_save(self, wait: bool) -> bool:
@@ -347,7 +352,7 @@ class MegatronTrainer:
         """
         settings = self._config.checkpoint
         with_optimizer = not (settings.no_load_optim or settings.finetune)
-        counters = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer)
+        counters = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer, critic=self._critic_model)
         self._step = 0 if settings.finetune else counters["step"]
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
@@ -370,5 +375,6 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         self._parts.close()
-        self._policy.release()
+        for trained in self._trained:
+            trained.release()
         parallel.stop()
