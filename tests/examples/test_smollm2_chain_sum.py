@@ -174,9 +174,10 @@ def test_a_finished_model_folder_is_left_alone_and_a_foreign_one_is_refused(tmp_
         prepare_model.main(["--out", str(foreign)])
 
 
+@pytest.mark.parametrize("folder", [FOLDER, FOLDER.with_name("ppo_smollm2_chain_sum")])
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe_cpu.yaml"])
-def test_recipes_hold_only_settings_that_exist(name):
-    assert parse(["--config", str(FOLDER / name)], Catalogue()).problems == []
+def test_recipes_hold_only_settings_that_exist(folder, name):
+    assert parse(["--config", str(folder / name)], Catalogue()).problems == []
 
 
 @pytest.fixture(scope="module")
