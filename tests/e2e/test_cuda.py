@@ -29,6 +29,7 @@ def test_three_steps_in_bf16_agree_with_the_engine(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] >= 0]
     assert [row["train/policy_version"] for row in rows] == [1, 2, 3]
+    assert "weights travel by ipc" in output
     print({kind: [row["train/train_rollout_logprob_abs_diff"] for row in rows]})
     for row in rows:
         assert 0 < row["train/train_rollout_logprob_abs_diff"] < 0.03, output

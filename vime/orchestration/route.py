@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from vime.config import Config
 from vime.orchestration import sizes
@@ -36,11 +35,9 @@ def route_weights(config: Config, placement: Placement, transports: Sequence[str
     # Rank 0's own view is known here where it runs on this process's node; elsewhere nothing is taken for granted.
     is_here = placement.nodes[sender].node_id == placement.driver.node_id
     same_memory = is_here and fleet.shared_memory_ids == {shared_memory_id()}
-    # On this node they may share a device with the trainer; elsewhere they cannot.
-    reach = Reach(same_node=same_memory, same_devices=False, own_devices=not same_memory and fleet.is_on_cuda)
-    wanted = config.sync.update_weight_transport
-    if wanted == "nccl" and fleet.is_on_cuda:
-        reach = replace(reach, own_devices=True)  # the user knows
+    # On this node they may share a device with the trainer, which only the user knows; elsewhere they cannot.
+    apart = not same_memory or config.sync.update_weight_transport == "nccl"
+    reach = Reach(same_node=same_memory, same_devices=False, own_devices=fleet.is_on_cuda and apart)
     transport, why = sizes.transport_name(config, transports, reach)
     if is_here:
         hosts = {address_towards(*split_address(address)) for address in fleet.addresses}

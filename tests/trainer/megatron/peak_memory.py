@@ -23,7 +23,9 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            if (storage := tensor.untyped_storage()) not in self._seen:
                 self._seen[storage] = True
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)

@@ -1,10 +1,12 @@
 """What one rank does with each case of the parallel matrix; rank_worker.py runs it."""
 
 import faulthandler
+import math
 import os
 import pickle
 import traceback
 import zlib
+from collections import deque
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.trainer.megatron.matrix import CRITIC, LOSSES
+from tests.trainer.megatron.peak_memory import PeakMemory
 from tests.trainer.megatron.rank_processes import result_file
 from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, SyncConfig, TrainConfig
 from vime.errors import TrainingError
@@ -33,6 +36,23 @@ class KeepingWriter:
         return BucketMessage(version, index, (), len(outlines), {})
 
     def close(self): ...
+
+
+def gather_peak(trainer):
+    """(bytes of tensors alive at once on this rank while weights go out, bytes of Megatron's largest tensor).
+
+    Of experts, which go out one by one, it is one expert's matrix.
+    """
+    model = [t for chunk in trainer._policy.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    sizes = []
+    for home in trainer._homes.values():
+        shapes = home.shapes[:1] if home.holders else home.shapes
+        sizes.append(sum(math.prod(shape) for shape in shapes) * home.dtype.itemsize)
+    writer, trainer._writer = trainer._writer, None
+    with PeakMemory(model) as peak:
+        deque(trainer.weights(1), maxlen=0)
+    trainer._writer = writer
+    return peak.peak, max(sizes)
 
 
 def run(case, rank, world_size, folder, platform):
@@ -64,6 +84,7 @@ def run(case, rank, world_size, folder, platform):
         trainer.load(folder / f"checkpoint {case.loads}")
         batches = batches[1:]
     out["random"] = random_streams()
+    out["gathered"] = gather_peak(trainer)
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
     out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
     if has_critic:

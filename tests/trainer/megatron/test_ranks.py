@@ -38,6 +38,14 @@ def test_ranks_train_like_one_process(outcomes, folder, case):
     assert not problems, problems
 
 
+@pytest.mark.parametrize("case", SMOKE, ids=str)
+def test_a_rank_gathers_weights_one_tensor_at_a_time(outcomes, case):
+    """Rank 0 holds the parts of a Megatron tensor and a whole; the others copies of parts, and no rank a model."""
+    for rank, found in enumerate(ranks_of(outcomes, str(case))):
+        peak, largest = found["gathered"]
+        assert peak <= (2 if rank == 0 else 1) * largest, (rank, peak, largest)
+
+
 @pytest.mark.parametrize("saved", [c for c in SMOKE if c.saves], ids=str)
 def test_the_same_layout_goes_on_bit_by_bit(outcomes, saved):
     again = f"{saved} from {saved}"
