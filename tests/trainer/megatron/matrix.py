@@ -143,7 +143,7 @@ SMOKE = [
     Case("CP2 EP2", "glm"),
     Case("TP2+SP EP2 ETP1", "moe"),
     Case("TP2+SP", option="bf16"),
-    Case("CP2", loss="sequences"),
+    Case("CP2", "llama", loss="sequences"),
     Case("CP2", loss="kl in reward"),
     Case("TP2+SP", loss="ppo", saves=True),
     Case("CP2", "moe", loss="ppo"),
