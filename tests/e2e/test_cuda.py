@@ -1,4 +1,4 @@
-"""GRPO on one CUDA device, trainer and engine on it in turn: dense, mixtures, an MTP layer; bf16 on both sides."""
+"""GRPO on CUDA devices: trainer and engine on one in turn (dense, mixtures, an MTP layer), or on one each."""
 
 from __future__ import annotations
 
@@ -62,3 +62,28 @@ def test_twenty_steps_in_which_both_sides_take_turns_take_no_more_memory(
     for row in rows:
         assert 0 < row["train/train_rollout_logprob_abs_diff"] < 0.03, output
     assert sum("weight_sync/probe_abs_diff_mean" in row for row in rows) >= 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and engine need a device each")
+@pytest.mark.parametrize("interval", [1, 2])
+def test_one_step_ahead_on_devices_of_their_own(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, interval: int
+) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3", dtype="bfloat16")
+    output = run_train(
+        *grpo_flags,
+        *("--hf-checkpoint", str(model), "--run-dir", str(tmp_path / "run"), "--num-rollout", "6"),
+        *("--rollout-batch-size", "4", "--eval-interval", "4", "--platform", "cuda", "--bf16"),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--update-weights-interval", str(interval)),
+        *("--vllm-enforce-eager", "--vllm-gpu-memory-utilization", "0.2"),
+        *("--vllm-kv-cache-memory-bytes", str(1 << 30)),
+        program="train_async.py",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] >= 0]
+    assert [row["train/policy_version"] for row in rows] == (
+        [1, 1, 2, 3, 4, 5] if interval == 1 else [1, 1, 1, 3, 3, 5]
+    )
+    assert [row["staleness/max"] for row in rows] == ([0, 1, 1, 1, 1, 1] if interval == 1 else [0, 1, 2, 1, 2, 1])
+    assert 0 < rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03, output
+    assert all(row["weight_sync/probe_abs_diff_mean"] < 0.03 for row in rows if "weight_sync/seconds" in row), output
