@@ -292,7 +292,7 @@ class LossInputs:
     entropy: Tensor
     """Of the current policy's distribution; differentiable."""
     old_log_probs: Tensor
-    """Before the first step on this rollout."""
+    """Before the first step on this rollout; where an earlier version sampled it, as that one sampled."""
     rollout_log_probs: Tensor
     """As the engine sampled them."""
     ref_log_probs: Tensor | None

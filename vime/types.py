@@ -271,6 +271,9 @@ class TrainBatch:
     """[B] the response was cut by a length limit."""
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Further columns by name, [B] or [T]."""
+    is_older: bool = False
+    """An earlier version of the policy than the trainer's sampled all tokens under mask 1; then the old log-probs are
+    `rollout_log_probs`."""
 
     def __post_init__(self) -> None:
         b, t = len(self.cu_seqlens) - 1, int(self.cu_seqlens[-1])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from vime.loop.staleness import staleness_metrics
+from vime.loop.staleness import are_older, staleness_metrics, version_after
 from vime.types import Group, Sample, VersionSpan
 
 
@@ -30,3 +30,11 @@ def test_the_age_is_that_of_the_oldest_trainable_token() -> None:
 def test_samples_that_no_policy_wrote_have_no_age() -> None:
     masked = sample(1, [0], VersionSpan(1, 0, 1))
     assert staleness_metrics([Group(0, [sample(0, [1])]), Group(1, [masked])], version=5) == {}
+
+
+def test_samples_are_older_where_no_trainable_token_is_of_the_trainers_own_version() -> None:
+    assert (version_after(-1), version_after(4)) == (1, 6)
+    old = sample(0, [0, 1, 1], VersionSpan(5, 0, 1), VersionSpan(3, 1, 2), VersionSpan(4, 2, 3))
+    assert are_older([old], version=5), "a masked token does not count"
+    assert not are_older([old, sample(1, [1], VersionSpan(5, 0, 1))], version=5)
+    assert not are_older([sample(0, [1])], version=5), "nobody said who wrote it"

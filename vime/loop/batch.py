@@ -14,6 +14,7 @@ from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.columns import sample_columns, sample_name
 from vime.loop.learning_signal import learning_signal, loss_weights
+from vime.loop.staleness import are_older, version_after
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
 from vime.types import PG_WEIGHTS, Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
@@ -113,6 +114,7 @@ def make_train_batch(
         global_batch_size=global_batch_size,
         truncated=columns["truncated"],
         extra=extra,
+        is_older=is_policy and are_older(samples, version_after(rollout_id - 1)),
     )
     metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
     return batch, metrics

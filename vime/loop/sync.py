@@ -12,7 +12,7 @@ from typing import Protocol
 
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.recorder import Recorder, Step
-from vime.loop.staleness import staleness_metrics
+from vime.loop.staleness import staleness_metrics, version_after
 from vime.protocols import Trainer, Turns
 from vime.types import Group, Metrics, PolicyVersion, RolloutResult, TrainBatch
 
@@ -102,11 +102,6 @@ def run_sync(
             stages.checkpoints.finish()
             return rollout_id
     return start - 1
-
-
-def version_after(rollout_id: int) -> PolicyVersion:
-    """The policy version of weights trained on rollouts 0 … rollout_id; versions count from 1, of none."""
-    return rollout_id + 2
 
 
 def begin(stages: Stages, recorder: Recorder, *, start: int, eval_before: bool) -> PolicyVersion:

@@ -77,7 +77,7 @@ train/pg_clipfrac_{low,high} | ratio | those of them below the lower bound and a
 train/pg_clipfrac_dual | ratio | tokens of negative advantage whose loss --eps-clip-c limited, so that they had no gradient (trajectory mean)
 train/opsm_clipfrac | ratio | tokens of negative advantage that --use-opsm left out, their sequence being too far from the policy that sampled it (trajectory mean)
 train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (trajectory mean); 1 until the policy moves
-train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout
+train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout, or since an earlier version sampled it
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens

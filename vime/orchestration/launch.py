@@ -34,7 +34,8 @@ from vime.loop.keeper import CheckpointKeeper, remove_leftovers
 from vime.loop.overlapped import run_overlapped
 from vime.loop.recorder import Copies, Recorder, RewardKeys
 from vime.loop.rollout_only import run_rollout_only
-from vime.loop.sync import Publisher, Rollout, Stages, run_sync, version_after
+from vime.loop.staleness import version_after
+from vime.loop.sync import Publisher, Rollout, Stages, run_sync
 from vime.loop.turns import DeviceTurns
 from vime.models import family_of
 from vime.observability.progress import RunProgress

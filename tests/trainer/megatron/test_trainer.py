@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,19 +93,27 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_packing(model_folde
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_old_policy_is_the_trainers_own_whoever_generated_the_samples(
-    model_folder, make_trainer, make_batch, steps
-):
-    """An older version's log-probs are what the difference to the engine is made of, and no part of the loss."""
+def test_the_old_policy_is_the_one_that_sampled(model_folder, make_trainer, make_batch, steps):
+    """The trainer's own before the first step, unless an earlier version sampled, of which only log-probs are left."""
     folder, _ = model_folder()
-    own, older = (
-        make_trainer(folder).train(make_batch(LENGTHS, steps=steps, rollout_log_probs=np.full(sum(LENGTHS), sampled)))
-        for sampled in (-4.0, -4.7)
-    )
+
+    def train(sampled, *, is_older=False):
+        batch = make_batch(LENGTHS, steps=steps, rollout_log_probs=np.full(sum(LENGTHS), sampled))
+        trainer = make_trainer(folder)
+        before = trainer.log_probs(batch)[batch.loss_mask != 0]
+        return trainer.train(replace(batch, is_older=is_older)), before
+
+    (own, before), (differing, _), (older, _) = train(-4.0), train(-4.7), train(-4.7, is_older=True)
     for name in ("train/loss", "train/pg_loss", "train/ppo_kl", "train/pg_clipfrac", "train/grad_norm"):
-        assert older[name] == own[name], name
+        assert differing[name] == own[name], (
+            f"{name}: what the engine says of the trainer's own version is no part of it"
+        )
     assert (own["train/ppo_kl"] == 0) == (steps == 1), "only a second step finds the policy moved"
-    assert older["train/train_rollout_logprob_abs_diff"] != own["train/train_rollout_logprob_abs_diff"]
+    assert older["train/train_rollout_logprob_abs_diff"] == differing["train/train_rollout_logprob_abs_diff"]
+    if steps == 1:
+        weights = make_batch(LENGTHS).loss_weights[make_batch(LENGTHS).loss_mask != 0]
+        assert older["train/ppo_kl"] == pytest.approx(float((weights * (-4.7 - before)).sum()), rel=1e-5)
+    assert older["train/pg_clipfrac"] > 0.1 and older["train/pg_loss"] != own["train/pg_loss"]
 
 
 def test_chunk_size_and_recomputation_change_nothing(model_folder, make_trainer, make_batch):

@@ -35,7 +35,7 @@ class Columns:
     """What the loss reads beside the batch. Both [T] float32, NaN where unknown."""
 
     old_log_probs: npt.NDArray[np.float32] | None
-    """None: the policy has not moved yet, so its own detached log-probs are the old ones."""
+    """Of the policy that sampled. None: it has not moved since, so its own detached log-probs are the old ones."""
     ref_log_probs: npt.NDArray[np.float32] | None
 
 

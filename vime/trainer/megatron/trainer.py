@@ -231,7 +231,8 @@ class MegatronTrainer:
             with timed("critic_train"):
                 metrics |= self._ppo.critic.train(batch, mask)
         if trains_policy:
-            columns = micro_loss.Columns(old, reference)
+            # The old policy is the one that sampled. Of an earlier version only what it said is left.
+            columns = micro_loss.Columns(batch.rollout_log_probs if batch.is_older else old, reference)
             with timed("actor_train"):
                 results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
                 self._policy.finish_param_gather()
