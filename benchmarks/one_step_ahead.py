@@ -3,10 +3,10 @@
     python benchmarks/one_step_ahead.py [--seconds 4] [--steps 8] [--out runs/one_step_ahead]
 
 Both sides are slowed by functions of a user's: a generate function holds each answer back until generation has lasted
-`--seconds`, and a hook of the trainer waits as long before its step. A tiny model computes for a fraction of that, so that
-the figures are of the loops, and not of who else uses this machine's cores. Same seeds; the first two steps of a run and
-the last are left out. Writes results.json, prints a table, and exits with 1 if the gain is below 1.5, or if the two were
-not equally long after all.
+`--seconds`, and a hook of the trainer waits as long before its step. A tiny model computes for a fraction of that, so
+that the figures are of the loops, and not of who else uses this machine's cores. Same seeds; the first two steps of a
+run and the last are left out. Writes results.json, prints a table, and exits with 1 if the gain is below 1.5, or if the
+two were not equally long after all.
 """
 
 from __future__ import annotations
