@@ -37,6 +37,26 @@ def test_three_steps_in_bf16_agree_with_the_engine(
         assert row["train/grad_norm"] > 0
 
 
+def test_policy_critic_and_engine_take_turns(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
+) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3", dtype="bfloat16")
+    output = run_train(
+        *grpo_flags,
+        *("--hf-checkpoint", str(model), "--run-dir", str(tmp_path / "run"), "--num-rollout", "3"),
+        *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--lambd", "0.95", "--normalize-advantages"),
+        *("--rollout-batch-size", "4", "--skip-eval-before-train", "--platform", "cuda", "--bf16", "--colocate"),
+        *("--offload", "--vllm-enforce-eager", "--vllm-gpu-memory-utilization", "0.2"),
+        *("--vllm-kv-cache-memory-bytes", str(1 << 30)),
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] >= 0]
+    assert rows[0]["rollout/values"] == 0 != rows[2]["rollout/values"], output
+    for row in rows:
+        assert row["train/critic-grad_norm"] > 0 and row["train/grad_norm"] > 0, output
+        assert 0 < row["train/train_rollout_logprob_abs_diff"] < 0.03, output
+
+
 def test_twenty_steps_in_which_both_sides_take_turns_take_no_more_memory(
     run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
 ) -> None:

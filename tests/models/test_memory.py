@@ -28,13 +28,15 @@ def test_weights_gradients_and_state_of_one_rank(dtype, bytes_a_parameter):
 def test_a_critic_is_a_second_model_without_the_rows_of_a_vocabulary_head():
     hidden = QWEN3_8B.transformer["hidden_size"]
     n = parameters(QWEN3_8B).total - QWEN3_8B.vocab_size * hidden + hidden + 1
-    assert parts(QWEN3_8B)["critic"] == 0
-    assert parts(QWEN3_8B, has_critic=True)["critic"] == (2 + 4 + 12) * n
-    assert parts(QWEN3_8B, has_critic=True, optimizer_offload_fraction=1.0)["critic"] == (2 + 4) * n
+    model, state = "critic and its gradients", "critic's optimizer state"
+    assert parts(QWEN3_8B)[model] == parts(QWEN3_8B)[state] == 0
+    got = parts(QWEN3_8B, has_critic=True)
+    assert (got[model], got[state]) == ((2 + 4) * n, 12 * n)
+    assert parts(QWEN3_8B, has_critic=True, optimizer_offload_fraction=1.0)[state] == 0
     tied = parameters(QWEN3_06B).total + QWEN3_06B.transformer["hidden_size"] + 1
-    assert parts(QWEN3_06B, has_critic=True)["critic"] == 18 * tied
+    assert parts(QWEN3_06B, has_critic=True)[model] == 6 * tied
     stages = estimate(QWEN3_06B, Division(pipeline=2), Training(has_critic=True))
-    assert sum(stage.parts["critic"] for stage in stages) == 18 * tied
+    assert sum(stage.parts[state] for stage in stages) == 12 * tied
 
 
 def test_optimizer_state_is_shared_by_the_ranks_with_the_same_parameters():

@@ -117,12 +117,13 @@ def _device(
     own = rank_parameters(model, division, rank)
     state = _optimizer_bytes(own, division, training)
     host = _host_bytes(own, division, training)
-    critic = 0
+    on_device = 1 - training.optimizer_offload_fraction
+    critic = critic_state = 0
     if training.has_critic:
         of_critic = critic_parameters(model, division, rank)
         host += _host_bytes(of_critic, division, training)
-        state_of_critic = (1 - training.optimizer_offload_fraction) * _optimizer_bytes(of_critic, division, training)
-        critic = round((width + _gradient_width(training)) * of_critic.total + state_of_critic)
+        critic = (width + _gradient_width(training)) * of_critic.total
+        critic_state = round(on_device * _optimizer_bytes(of_critic, division, training))
     moments = _moments(model, division, training, own, rank)
     if engine is not None:
         moments["weight sync"] += engine_sync_bytes(model, engine, training)
@@ -135,9 +136,10 @@ def _device(
     parts = {
         "weights": width * own.total,
         "gradients": _gradient_width(training) * own.total,
-        "optimizer state": round((1 - training.optimizer_offload_fraction) * state),
+        "optimizer state": round(on_device * state),
         "reference weights": width * own.total if training.has_reference else 0,
-        "critic": critic,
+        "critic and its gradients": critic,
+        "critic's optimizer state": critic_state,
         "working memory": fullest,
         "driver, NCCL, allocator": round(overhead),
         "engine": round(engine.utilization * engine.device_bytes) if engine is not None else 0,

@@ -126,5 +126,5 @@ def _away(division: Division) -> int:
 
 def _moments(device: DeviceMemory, training: Training) -> int:
     """torch's AdamW makes them in its first step: all of its state but the float32 master weights."""
-    state = device.parts["optimizer state"]
+    state = device.parts["optimizer state"] + device.parts["critic's optimizer state"]
     return state if training.dtype == "float32" else round(state * 2 / 3)
