@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,9 +78,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
 
 
 def used_bytes() -> int:
-    """Of the whole device."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * MIB
+    """Of the whole device, which nobody else may use meanwhile."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def difference(one: ProbeResult, other: ProbeResult) -> float:

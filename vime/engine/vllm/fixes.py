@@ -7,6 +7,7 @@ from typing import Any
 from vime.engine.vllm.versions import adapter_for
 
 _MARK = "_vime_repacks_experts_on_reload"
+_NAMES = "_vime_names_the_layer_of_experts"
 
 
 def apply() -> None:
@@ -14,8 +15,13 @@ def apply() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and adapter_for(vllm.__version__).moe_reload_needs_fix:
+    adapter = adapter_for(vllm.__version__)
+    if current_platform.is_cpu() and adapter.moe_reload_needs_fix:
         repack_experts_on_reload()
+    if adapter.expert_names_need_fix:
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        name_the_layer_of_experts(MoERunner)
 
 
 def repack_experts_on_reload() -> None:
@@ -39,3 +45,23 @@ def repack_experts_on_reload() -> None:
 
     setattr(setup_kernel, _MARK, original)
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel  # type: ignore[method-assign]
+
+
+def name_the_layer_of_experts(runner: Any) -> None:
+    """vLLM 0.26.0: what loading experts reports names the layer inside the runner that has them, as parameters do.
+
+    `MoERunner.load_weights` hands on names relative to that layer, which the caller takes for the runner's own: loaded
+    experts would look as if no tensor had come for them. 0.32 reports as it is done here.
+
+    Args: runner: the class.
+    """
+    original = runner.load_weights
+    if hasattr(original, _NAMES):
+        return
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        for name in original(self, weights):
+            yield f"routed_experts.{name}"
+
+    setattr(load_weights, _NAMES, original)
+    runner.load_weights = load_weights

@@ -26,6 +26,8 @@ class VllmAdapter:
     """The engine itself can be told its policy version, by POST /update_weight_version."""
     moe_reload_needs_fix: bool
     """On a CPU, reloading unquantized experts leaves them in the wrong layout (fixes.py)."""
+    expert_names_need_fix: bool
+    """Loaded experts are reported under names that no parameter has (fixes.py)."""
 
     def server_flags(self) -> tuple[str, ...]:
         """Command line flags that only this release knows or needs."""
@@ -43,6 +45,7 @@ KNOWN: dict[tuple[int, int], VllmAdapter] = {
         reports_version_spans=False,
         stamps_version=False,
         moe_reload_needs_fix=False,
+        expert_names_need_fix=True,
     ),
     (0, 32): VllmAdapter(
         version="0.32.0",
@@ -50,6 +53,7 @@ KNOWN: dict[tuple[int, int], VllmAdapter] = {
         reports_version_spans=True,
         stamps_version=True,
         moe_reload_needs_fix=True,
+        expert_names_need_fix=False,
     ),
 }
 
