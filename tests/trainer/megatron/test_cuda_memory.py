@@ -1,5 +1,7 @@
 """Memory on one CUDA device: the head's bound, the optimizer on the host, and the estimate against a whole step."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,7 @@ def wide_model(tmp_path):
             model = Qwen3ForCausalLM(config).to(dtype)
         model.save_pretrained(folder)
         del model
+        gc.collect()
         torch.cuda.empty_cache()
         return folder
 
@@ -96,7 +99,7 @@ def test_an_optimizer_on_the_host_trains_the_same_in_less_memory(
     folder = wide_model(2, dtype=dtype, vocab_size=32_000)
     batch = make_batch([90, 40, 170, 60], micro=2, vocab=32_000)
     seen = {}
-    for fraction in (0.0, 0.5, 1.0):
+    for fraction in (0.0, 0.4, 1.0):
         host = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": fraction,
@@ -110,13 +113,13 @@ def test_an_optimizer_on_the_host_trains_the_same_in_less_memory(
         parameters = sum(p.numel() for chunk in trainer._policy.ddps for p in chunk.parameters())
         seen[fraction] = losses, torch.cuda.memory_allocated()
     state = (8 if dtype == torch.float32 else 12) * parameters
-    (want, whole), (half_losses, half), (losses, none) = (seen[f] for f in (0.0, 0.5, 1.0))
+    (want, whole), (some_losses, some), (losses, none) = (seen[f] for f in (0.0, 0.4, 1.0))
     print(f"{dtype}, overlap {overlap}: state {state / GIB:.3f} GiB, saved {(whole - none) / GIB:.3f}", losses, want)
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(want, rel=bound) and half_losses == pytest.approx(want, rel=bound)
+    assert losses == pytest.approx(want, rel=bound) and some_losses == pytest.approx(want, rel=bound)
     assert whole - none == pytest.approx(state, rel=0.03)
-    # What is on the host is a whole parameter more than half at most.
-    assert 0.5 * state * 0.97 < whole - half < state
+    # Whole parameters go to the host until the share is reached; the embedding is half of all.
+    assert 0.4 * state * 0.97 < whole - some < 0.65 * state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
