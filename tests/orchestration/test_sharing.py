@@ -36,6 +36,9 @@ class World:
         self.calls.append("engines ready" if timeout_s is not None else "trainer ready")
         return "client"
 
+    def preload(self) -> None:
+        self.calls.append("trainer imports")
+
     def start(self) -> None:
         self.calls.append("trainer starts")
 
@@ -64,14 +67,15 @@ def test_on_shared_devices_the_engines_come_first_and_sleep_while_the_trainer_is
     client, turns = run(DevicePlan(planned, NEED), world)
     assert client == "client" and turns is not None
     assert turns._trainer_leaves == planned.trainer_leaves
-    assert world.calls == ["engines ready", "engine sleeps at level 2", "trainer starts", "trainer ready"]
+    assert world.calls[:2] == ["trainer imports", "engines ready"]
+    assert world.calls[2:] == ["engine sleeps at level 2", "trainer starts", "trainer ready"]
     turns.close()
 
 
 def test_what_fits_moves_nothing_and_what_turns_out_not_to_fit_does() -> None:
     world = World(used=60)
     assert run(DevicePlan(STAY, NEED), world)[1] is None
-    assert world.calls == ["engines ready", "trainer starts", "trainer ready"]
+    assert world.calls == ["trainer imports", "engines ready", "trainer starts", "trainer ready"]
     world = World(used=62)
     turns = run(DevicePlan(STAY, NEED), world)[1]
     assert turns is not None and not turns._trainer_leaves

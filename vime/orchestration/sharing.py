@@ -97,6 +97,8 @@ def start_sides(
     """
     if devices is None:
         trainer.start()
+    else:
+        trainer.preload()
     client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
     if devices is not None and fleet is not None:
         return client, devices.build_trainer(config, trainer, fleet.engines, progress)

@@ -73,6 +73,13 @@ class TrainerWorker:
         self._store, port = bound_store(self._host, self._timeout)
         return port
 
+    def preload(self) -> None:
+        """Import what `setup` needs, which takes long; touches no device."""
+        from vime.trainer.megatron.known_warnings import silence
+
+        silence()
+        import vime.trainer.megatron.trainer  # noqa: F401
+
     def setup(self, meeting: str | tuple[str, int]) -> None:
         """Join the other ranks and build the model. Called once, on all ranks at the same time.
 
@@ -189,6 +196,11 @@ class TrainerGroup:
             )
             for rank, device in enumerate(devices)
         ]
+
+    def preload(self) -> None:
+        """Let the ranks import what they need while something else goes on."""
+        for worker in self._workers:
+            worker.preload.remote()  # what fails there fails again, and is told, in `start`
 
     def start(self) -> None:
         """Begin to set up all ranks; `wait_ready` waits for them."""
