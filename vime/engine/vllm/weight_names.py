@@ -7,7 +7,7 @@ against the checkpoint that the engine was started from.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,6 @@ def checkpoint_names(model: str, hf_config: Any) -> frozenset[str] | None:
         )
 
     return frozenset(name for name in read_weights(folder) if not is_extra(name))
-
-
-def parameters_loaded(reported: Iterable[str], parameters: Collection[str]) -> set[str]:
-    """The parameters that a vLLM model's load_weights says it loaded into.
-
-    0.26 names those of routed experts as if they were the runner's own, `…experts.w2_weight`, where the module that
-    has them is `…experts.routed_experts`; 0.32 names them in full.
-
-    Args:
-        reported: what load_weights returned.
-        parameters: the names of the model's own parameters.
-    """
-    names = set()
-    for name in reported:
-        owner, _, last = name.rpartition(".")
-        inner = f"{owner}.routed_experts.{last}"
-        names.add(inner if name not in parameters and inner in parameters else name)
-    return names
 
 
 def checkpoint_folder(model: str) -> Path:

@@ -30,14 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 import vime
 from vime.engine.vllm import fixes
 from vime.engine.vllm.partial_loads import partly_loaded
-from vime.engine.vllm.weight_names import (
-    TRANSFER_BACKEND,
-    WeightLedger,
-    checkpoint_folder,
-    checkpoint_names,
-    listed,
-    parameters_loaded,
-)
+from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_folder, checkpoint_names, listed
 from vime.errors import WeightSyncError
 from vime.platform.machine import shared_memory_id
 from vime.wire import BucketMessage, view_tensors, wrong_tensors
@@ -147,9 +140,7 @@ class SyncEngine(WeightTransferEngine[SyncInit, SyncUpdate]):
                 loaded = self.model.load_weights(tensors)  # type: ignore[operator]
                 if loaded is None:
                     raise WeightSyncError(f"{type(self.model).__name__}.load_weights does not say what it loaded")
-                self._loaded_parameters |= parameters_loaded(loaded, self._parameters) | self._load_tied_head(
-                    dict(tensors)
-                )
+                self._loaded_parameters |= loaded | self._load_tied_head(dict(tensors))
         except Exception as error:
             self.broken = str(error)
             raise
