@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, TrainConfig
+from vime.config import AlgoConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig, TrainConfig
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.validate_critic import check_critic
@@ -48,6 +48,8 @@ def test_the_policy_must_come_to_be_trained() -> None:
 def test_a_stop_metric_must_be_there_while_the_critic_is_trained_alone(metric: str, is_refused: bool) -> None:
     config = replace(critic(num_critic_only_steps=2), train=TrainConfig(stop_metric=metric, stop_below=0.1))
     assert [p.split(",")[0] for p in check_critic(config)] == [f"--stop-metric is {metric}"] * is_refused
+    best = replace(critic(num_critic_only_steps=2), checkpoint=CheckpointConfig(keep_best_checkpoint=f"{metric}:min"))
+    assert [p.split(",")[0] for p in check_critic(best)] == [f"--keep-best-checkpoint is {metric}"] * is_refused
     assert list(check_critic(replace(config, critic=CriticConfig()))) == []
 
 

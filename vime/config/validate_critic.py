@@ -22,11 +22,14 @@ def check_critic(config: Config) -> Iterator[str]:
     alone, rollouts = critic.num_critic_only_steps, config.rollout.num_rollout
     if rollouts and alone >= rollouts:
         yield f"--num-critic-only-steps is {alone}, so that none of the {rollouts} rollouts would train the policy"
-    if alone and (metric := train.stop_metric) is not None and _is_of_updates(metric):
-        yield (
-            f"--stop-metric is {metric}, which the first {alone} rollouts do not have: they train the critic alone "
-            "(--num-critic-only-steps); use a metric of rollout/ or train/critic-"
-        )
+    best = config.checkpoint.keep_best_checkpoint
+    best = None if best is None else best.removesuffix(":max").removesuffix(":min")
+    for flag, metric in (("--stop-metric", train.stop_metric), ("--keep-best-checkpoint", best)):
+        if alone and metric is not None and _is_of_updates(metric):
+            yield (
+                f"{flag} is {metric}, which the first {alone} rollouts do not have: they train the critic alone "
+                "(--num-critic-only-steps); use a metric of rollout/ or train/critic-"
+            )
 
 
 def _is_of_updates(metric: str) -> bool:

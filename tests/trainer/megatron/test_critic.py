@@ -10,7 +10,7 @@ from tests.trainer.conftest import make_batch_of
 from tests.trainer.megatron.critics import before_tokens, plain_gae, state_values, write_critic
 from vime.algo.value_loss import value_loss
 from vime.config import AlgoConfig, CheckpointConfig, CriticConfig, TrainConfig
-from vime.errors import ConfigError
+from vime.errors import ConfigError, TrainingError
 
 LENGTHS = [9, 4, 17, 6]
 PPO = AlgoConfig(advantage_estimator="ppo", gamma=0.95)
@@ -286,6 +286,19 @@ def test_a_classifier_of_several_classes_is_refused(critic_folder, make_trainer)
     save_file(tensors, critic / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"score\.weight \[3, 48\], not \[1, 48\]"):
         make_trainer(folder, algo=PPO, critic=CriticConfig(critic_load=str(critic)))
+
+
+def test_a_reward_that_is_not_finite_stops_before_either_model_changes(model_folder, make_trainer, make_batch):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder, algo=PPO)
+    batch = make_batch(LENGTHS, micro=2)
+    before = [p.clone() for model in trainer._trained for p in model.chunks[0].parameters()]
+    spoilt = replace(batch, rewards=np.where(np.arange(4) == 2, np.nan, batch.rewards).astype(np.float32))
+    with pytest.raises(TrainingError, match=r"of the critic in rollout 7, step 0 .*rewards, or lower --critic-lr"):
+        trainer.train(spoilt)
+    after = [p for model in trainer._trained for p in model.chunks[0].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert trainer.train(batch)["train/critic-grad_norm"] > 0
 
 
 def test_a_trainer_without_a_critic_has_no_values(model_folder, make_trainer, make_batch):
