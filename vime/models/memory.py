@@ -237,14 +237,14 @@ def engine_sync_bytes(model: ModelSettings, engine: Engine, training: Training) 
     """What each device of an engine takes at a weight sync besides its share.
 
     vLLM keeps a module's tensors, whole, until the last of them is there, then makes its own part of the module anew
-    beside the one that is replaced.
+    beside the one that is replaced. A tensor keeps its whole bucket, so those at the module's two ends count whole.
     """
     t = model.transformer
     matrices = 3 if t["gated_linear_unit"] else 2
     experts = (t.get("num_moe_experts") or 0) * matrices * (t.get("moe_ffn_hidden_size") or 0)
     rows = max(model.vocab_size, experts, 2 * t["ffn_hidden_size"])
     module: int = _WIDTH[training.dtype] * rows * t["hidden_size"]
-    return round(module * (1 + 1 / engine.tensor)) + training.sync_buffer_bytes
+    return round(module * (1 + 1 / engine.tensor)) + 2 * training.sync_buffer_bytes
 
 
 def engine_base_bytes(model: ModelSettings, tensor: int, dtype: str) -> float:

@@ -17,9 +17,14 @@ import torch
 from vime.weight_sync import broadcast
 from vime.weight_sync.broadcast import Meeting, dist
 
-# torch ends the whole process when a peer dies, unless it is told to leave errors to whoever waits; read when a group
-# is made.
-_ERRORS_TO_THE_CALLER = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# When a peer dies torch ends the whole process, or a thread of its own that watches does, unless they are told to leave
+# errors to whoever waits; read when a group is made.
+_ERRORS_TO_THE_CALLER = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 _SPARE = timedelta(seconds=60)  # torch's own limit is to come after ours, which is told to whoever waits
 
 

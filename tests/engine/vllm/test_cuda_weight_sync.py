@@ -64,6 +64,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
                 "tensor_parallel_size": len(devices),
                 "max_num_seqs": 16,
                 "gpu_memory_utilization": 0.2,
+                "kv_cache_memory_bytes": 4 << 30,  # not measured, which others on the device would disturb
                 "enforce_eager": True,
                 "enable_sleep_mode": True,
                 "seed": 0,
