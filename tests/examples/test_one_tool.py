@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +119,68 @@ def test_the_recipes_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_data(tmp_path / "runs/one_tool/data")
     sft, grpo = (resolve(["--config", str(recipe)]).config for recipe in RECIPES)
     assert (sft.data.sft_turns, grpo.reward.reward_key) == ("all", "score")
+
+
+@pytest.mark.ranks
+def test_conversations_are_learnt_by_a_real_run(tmp_path: Path) -> None:
+    init_model(tmp_path / "model", TinyModel(num_layers=1))
+    write_data(tmp_path / "data", num_train=8)
+    flags = ("--prompt-data", str(tmp_path / "data" / "train.jsonl"), "--hf-checkpoint", str(tmp_path / "model"))
+    folder = tmp_path / "sft"
+    run(
+        RECIPES[0],
+        *flags,
+        "--run-dir",
+        str(folder),
+        "--save-hf",
+        str(tmp_path / "warm"),
+        "--rollout-batch-size",
+        "4",
+        "--num-rollout",
+        "2",
+        "--lr-warmup-iters",
+        "0",
+    )
+    first, second = (row for row in metrics_of(folder) if "train/loss" in row)
+    assert second["train/loss"] < first["train/loss"]
+    assert first["rollout/num_samples"] == 4
+    assert first["rollout/num_learnt_tokens"] < first["rollout/num_tokens"]
+    assert (tmp_path / "warm" / "model.safetensors").is_file()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_model_is_warmed_up_and_then_trained_through_the_tool(tmp_path: Path) -> None:
+    """One conversation learnt by heart; the exported model then calls the tool in the engine, and GRPO goes on."""
+    init_model(tmp_path / "model", TinyModel(num_layers=1))
+    write_data(tmp_path / "data", num_train=1)
+    model, train, heldout = tmp_path / "model", tmp_path / "data" / "train.jsonl", tmp_path / "data" / "heldout.jsonl"
+    warm = ("--hf-checkpoint", str(model), "--save-hf", str(tmp_path / "warm"), "--run-dir", str(tmp_path / "sft"))
+    until = ("--num-rollout", "200", "--rollout-batch-size", "1", "--lr", "3e-3", "--stop-below", "0.005")
+    run(RECIPES[0], "--prompt-data", str(train), *warm, *until)
+    flags = ("--prompt-data", str(train), "--eval-prompt-data", "heldout", str(heldout), "--skip-eval-before-train")
+    sizes = ("--num-rollout", "1", "--rollout-batch-size", "1", "--n-samples-per-prompt", "4", "--eval-interval", "9")
+    folder = tmp_path / "grpo"
+    run(RECIPES[1], *flags, *sizes, "--hf-checkpoint", str(tmp_path / "warm"), "--run-dir", str(folder))
+    row = next(row for row in metrics_of(folder) if "train/loss" in row)
+    assert row["rollout/reward/calls_right"] > 0, "the call that was learnt is made, and the tool answers it"
+    assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def run(recipe: Path, *flags: str) -> None:
+    """train.py, which must end well."""
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config", str(recipe), *flags],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
