@@ -88,7 +88,7 @@ def _relative(got, want):
 
 def compare_metrics(result, case, ranks, wanted, bound):
     """Loss and gradient norm into `result`; every other train/ metric within the bound, or a problem."""
-    without = ("train/pg_clipfrac",) if case.loss == "own" else ()
+    without = ("train/pg_clipfrac", "train/ratio") if case.loss == "own" else ()
     pairs = [(g, w, k) for r in ranks for k, (g, w) in enumerate(zip(r["metrics"], wanted, strict=True))]
     has_critic = case.loss == "ppo"
     loss = "train/critic-value_loss" if has_critic else "train/loss"
@@ -97,10 +97,11 @@ def compare_metrics(result, case, ranks, wanted, bound):
     result.grad_norm = _largest(_relative(got[name], want[name]) for got, want, _ in pairs for name in norms)
     for got, want, k in pairs:
         for name in want:
-            if not name.startswith(("train/", "rollout/")) or name in without:
+            if not name.startswith(("train/", "rollout/")) or name.startswith(without):
                 continue
             # A mean difference of two log-probs keeps only what float32 leaves of each.
-            small = name in ("train/ppo_kl", "train/kl_loss") or "diff" in name
+            small = name in ("train/ppo_kl", "train/kl_loss", "rollout/kl") or "diff" in name
+            small |= case.loss == "kl in reward" and name.startswith("rollout/advantages")  # made of such differences
             # So do means of numbers of either sign.
             tiny = bound / 10 if small or (has_critic and name in ("train/loss", "train/pg_loss")) else 1e-8
             if has_critic and name.startswith("rollout/"):
