@@ -6,8 +6,9 @@
     broadcast ──────────────────────────────────────> receive, check, load
     the next bucket is laid out meanwhile, and sent when this one is through
 
-The members meet at every sync. Where all of them still are in the group of the last one it is kept; an engine that was
-restarted, or an error, leads to a new group. Store and group listen on one address each, the loopback's on one node.
+The members meet for every bucket, so that no broadcast begins that somebody will not join, and one that failed keeps
+nobody waiting. Where all of them are in one group it is kept, from sync to sync; an engine that was restarted, or an
+error, leads to a new one. Store and group listen on one address each, the loopback's on one node.
 Neither asks for a key: the bytes are checked against checksums that travel with the announcement, behind the run's key.
 """
 
@@ -31,7 +32,7 @@ from vime.wire import BucketMessage
 
 dist: Any = torch.distributed  # its type stubs leave out most of what follows
 
-_POLL_S = 0.005
+_POLL_S = 0.001
 _KEEP, _JOIN = b"keep", b"join"
 _SPARE_S = 30.0  # how much longer a reader waits for a word than the writer waits for the readers
 
@@ -116,7 +117,6 @@ class Writer:
         self._store: Any = None
         self._group: Any = None
         self._group_name = ""
-        self._has_met = False
         self._sending: dict[int, threading.Thread] = {}
         self._problem: str | None = None
         self._called_off = threading.Event()
@@ -171,7 +171,6 @@ class Writer:
 
     def _open_meeting(self) -> None:
         self._store = self._problem = None
-        self._has_met = False
         self._called_off.clear()
         self._store, port = bound_store(self._host, timedelta(seconds=self._timeout_s))
         self._meeting = Meeting(
@@ -186,14 +185,12 @@ class Writer:
         try:
             if data.device.type == "cuda":
                 torch.cuda.set_device(data.device)  # a thread begins on device 0
-            if not self._has_met:
-                assert self._store is not None
-                word = self._wait_for_readers(self._store, meeting)
-                if word == _JOIN:
-                    self._leave()
-                    self._group = self._link.join(self._store, meeting, 0, data.device)
-                    self._group_name = meeting.group
-                self._has_met = True
+            store = self._store
+            assert store is not None, "closed"
+            if self._wait_for_readers(store, meeting, index) == _JOIN:
+                self._leave()
+                self._group = self._link.join(store, meeting, 0, data.device)
+                self._group_name = meeting.group
             self._link.broadcast(self._group, data, meeting.timeout)
         except Exception as error:
             # The engines report it: with this end of the connections gone, each of their reads fails too.
@@ -205,21 +202,22 @@ class Writer:
         if group is not None:
             self._link.leave(group)
 
-    def _wait_for_readers(self, store: Any, meeting: Meeting) -> bytes:
+    def _wait_for_readers(self, store: Any, meeting: Meeting, index: int) -> bytes:
         """Count the readers, then tell them how to go on, or why nobody does: they would wait for each other."""
+        place = f"{meeting.group}/{index}"
         deadline = time.monotonic() + meeting.timeout_s
-        while (come := store.add(f"{meeting.group}/come", 0)) < meeting.num_readers:
+        while (come := store.add(f"{place}/come", 0)) < meeting.num_readers:
             problem = "another engine failed" if self._called_off.is_set() else ""
             if time.monotonic() > deadline:
                 problem = f"that is all within {meeting.timeout_s:g} s (--update-weight-timeout-s)"
             if problem:
                 problem = f"{come} of {meeting.num_readers} engine workers came; {problem}"
-                store.set(f"{meeting.group}/word", problem)
+                store.set(f"{place}/word", problem)
                 raise WeightSyncError(problem)
             time.sleep(_POLL_S)
-        holding = store.add(f"{meeting.group}/holding", 0)
+        holding = store.add(f"{place}/holding", 0)
         word = _KEEP if self._group is not None and holding == meeting.num_readers else _JOIN
-        store.set(f"{meeting.group}/word", word)
+        store.set(f"{place}/word", word)
         return word
 
 
@@ -229,6 +227,7 @@ class Reader:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._meeting: Meeting | None = None
+        self._store: Any = None
         self._group: Any = None
         self._group_name = ""
 
@@ -240,10 +239,7 @@ class Reader:
         meeting = Meeting.of(bucket, self._link.name)
         data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._link.device(device))
         try:
-            if meeting != self._meeting:
-                self._meet(meeting, data.device)
-            elif self._group is None:
-                raise WeightSyncError(f"bucket {bucket.index} comes after one that did not come through")
+            self._meet(meeting, bucket.index, data.device)
             self._link.broadcast(self._group, data, meeting.timeout)
         except WeightSyncError:
             self._leave()
@@ -262,17 +258,20 @@ class Reader:
     def close(self) -> None:
         """Leave the group."""
         self._leave()
-        self._meeting = None
+        self._meeting = self._store = None
 
-    def _meet(self, meeting: Meeting, device: torch.device) -> None:
+    def _meet(self, meeting: Meeting, index: int, device: torch.device) -> None:
         """Count oneself at the writer's store, wait for its word, stay or join. Raises: WeightSyncError, with why."""
-        self._meeting = meeting
-        store = joined_store(meeting.host, meeting.port, meeting.timeout)
-        if self._group is not None and self._group_name == meeting.held:
-            store.add(f"{meeting.group}/holding", 1)  # before one is counted
-        rank = store.add(f"{meeting.group}/come", 1)
-        store.wait([f"{meeting.group}/word"], timedelta(seconds=meeting.timeout_s + _SPARE_S))
-        word = store.get(f"{meeting.group}/word")
+        if meeting != self._meeting:
+            self._meeting = self._store = None
+            self._store = joined_store(meeting.host, meeting.port, meeting.timeout)
+            self._meeting = meeting
+        store, place = self._store, f"{meeting.group}/{index}"
+        if self._group is not None and self._group_name in (meeting.held, meeting.group):
+            store.add(f"{place}/holding", 1)  # before one is counted
+        rank = store.add(f"{place}/come", 1)
+        store.wait([f"{place}/word"], timedelta(seconds=meeting.timeout_s + _SPARE_S))
+        word = store.get(f"{place}/word")
         if word == _KEEP:
             return
         self._leave()
