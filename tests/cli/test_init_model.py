@@ -135,3 +135,21 @@ def test_only_its_own_folders_are_overwritten(tmp_path: Path, capsys: pytest.Cap
     assert main(["init-model", str(other), *small]) == 2
     assert "give another folder" in capsys.readouterr().err
     assert (other / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("{0}/new", "--seed", "-1"), 2, "--seed is -1, but must be at least 0"),
+        (("{0}/new", "--seed", str(2**64)), 2, "below 2^64"),
+        (("{0}/new", "--num-layers", "10000", "--ffn-size", "1000000"), 2, "parameters is made in"),
+        (("{0}/new", "--ffn-size", str(2**40)), 2, "and at most 2147483647"),
+        (("{0}/file/new",), 1, "Not a directory"),
+        (("{0}/" + "x" * 300,), 1, "File name too long"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(tmp_path: Path, capsys: Any, words: Any, code: int, message: str) -> None:
+    (tmp_path / "file").touch()
+    assert main(["init-model", *(word.format(tmp_path) for word in words)]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vime: ") and message in line

@@ -120,6 +120,19 @@ def test_host_memory_is_compared_where_it_is_stated(capsys, recipe):
         (("--hf-checkpoint", "{model}", "--colocate"), "--device-memory-gib is required with --colocate"),
         (("--hf-checkpoint", "{model}", "--tensor-model-paralel-size", "2"), "tensor-model-parallel-size"),
         (("--hf-checkpoint", "{model}", "--fp16"), "--fp16 is True"),
+        (("--device-memory-gib", "nan"), "--device-memory-gib is nan, but must be above 0"),
+        (("--device-memory-gib", "inf"), "--device-memory-gib is inf, but must be above 0"),
+        (("--host-memory-gib=-1",), "--host-memory-gib is -1, but must be above 0"),
+        (("--nodes", "0"), "--nodes is 0, but must be from 1"),
+        (("--hf-checkpoint", "{model}", "--devices-per-node", "0"), "--devices-per-node is 0, but must be from 1"),
+        (("--hf-checkpoint", "{model}", "--actor-num-gpus-per-node", "0"), "--actor-num-gpus-per-node is 0"),
+        (("--hf-checkpoint", "{model}", "--actor-num-nodes", "-1"), "--actor-num-nodes is -1"),
+        (("--hf-checkpoint", "{model}", "--micro-batch-size", "-1"), "--micro-batch-size is -1"),
+        (("--hf-checkpoint", "{model}", "--rollout-num-gpus-per-engine", "0"), "--rollout-num-gpus-per-engine is 0"),
+        (("--hf-checkpoint", "{model}", "--vllm-gpu-memory-utilization", "1.5"), "must be above 0 and at most 1"),
+        (("--hf-checkpoint", "{model}", "--vllm-kv-cache-memory-bytes", "-1"), "must be at least 1"),
+        (("--hf-checkpoint", "x" * 5000), "cannot be looked for"),
+        (("--hf-checkpoint", __file__), "is a file"),
     ],
 )
 def test_wrong_settings_end_with_2(capsys, model, words, message):
@@ -137,3 +150,25 @@ def test_an_optimizer_on_the_host_is_there_whole_unless_a_part_is_named(capsys, 
     assert host["host_bytes_per_node"] - device["host_bytes_per_node"] == pytest.approx(
         8 * state[0] * 16 / 12, rel=1e-4
     )
+
+
+def test_a_dtype_that_nobody_asked_for_is_said(capsys, model):
+    flags = ("--hf-checkpoint", str(model), "--actor-num-gpus-per-node", "2")
+    model.write_text(json.dumps({**SHAPE, "torch_dtype": "float32"}))
+    assert main(["plan", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "planned in float32, which the checkpoint is stored in; with --bf16 the run would be in bfloat16"
+    )
+    assert lines[2].startswith("GiB of one device") and lines[2].endswith("pipeline 0")
+    for said in ("--bf16", "--no-bf16"):
+        assert main(["plan", *flags, said]) == 0
+        assert "planned in" not in capsys.readouterr().out
+    model.write_text(json.dumps({**SHAPE, "torch_dtype": "float16"}))
+    assert main(["plan", *flags]) == 2
+    assert "the checkpoint's dtype is float16, which is not trained in" in capsys.readouterr().err
+
+
+def test_host_memory_alone_is_compared_in_words_too(capsys, model):
+    assert main(["plan", "--hf-checkpoint", str(model), "--host-memory-gib", "4"]) == 1
+    assert "does not fit: a training node needs" in capsys.readouterr().out

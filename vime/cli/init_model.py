@@ -12,7 +12,10 @@ from typing import Any
 
 from vime.cli.tiny_model import FAMILIES, HEAD_SIZES, OF_EXPERTS, TinyModel, add_mtp_layers
 from vime.errors import ConfigError
-from vime.models import family_of
+from vime.models import ModelSettings, family_of
+from vime.models.memory import GIB
+from vime.models.parameters import parameters
+from vime.platform.cpu import CpuPlatform
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
@@ -49,7 +52,8 @@ def init_model(out: Path, model: TinyModel) -> int:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = make_tokenizer(model.vocab, model.max_positions)
     config = model.hf_config(tokenizer)
-    family_of(config.to_dict()).settings(config.to_dict())  # says what could not be trained or served
+    settings = family_of(config.to_dict()).settings(config.to_dict())  # says what could not be trained or served
+    _check_memory(settings)
     torch.manual_seed(model.seed)
     network: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     network = network.to(getattr(torch, model.dtype))
@@ -63,6 +67,16 @@ def init_model(out: Path, model: TinyModel) -> int:
     tokenizer.save_pretrained(out)
     (out / MARK).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
     return sum(p.numel() for p in network.parameters())
+
+
+def _check_memory(settings: ModelSettings) -> None:
+    """Refuse a model that this machine would die of. Raises: ConfigError."""
+    size, there = parameters(settings).total, CpuPlatform().total_memory_bytes()
+    if 4 * size > there:
+        raise ConfigError(
+            f"a model of {size:,} parameters is made in {4 * size / GIB:.1f} GiB of float32, but this machine has "
+            f"{there / GIB:.1f} GiB; make a smaller one"
+        )
 
 
 def make_tokenizer(vocab: str, max_positions: int) -> Any:

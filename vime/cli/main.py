@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"vime: {problem}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:  # of no file that somebody named
+            raise
+        print(f"vime: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

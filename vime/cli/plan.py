@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 from vime.cli.parse import Catalogue, parse
 from vime.cli.resolve import build_config
 from vime.config import Config
-from vime.config.dtype import run_dtype
+from vime.config.dtype import run_dtype, training_dtype_problem
 from vime.config.hf import read_model_config
-from vime.config.modes import generates
+from vime.config.modes import generates, trains
 from vime.config.parallel import parallel_sizes
+from vime.config.ranges import check_ranges
 from vime.config.validate import refuse_what_the_trainer_cannot_do
 from vime.config.validate_cluster import training_ranks
 from vime.config.validate_recompute import check_recompute, stage_layers
@@ -28,6 +31,7 @@ from vime.models.run_memory import division_of, need_of, training_of, wishes_of
 from vime.models.sharing import ASLEEP_BYTES, Sharing, decide
 
 _UTILIZATION = 0.92  # vLLM's own default
+_MOST_GIB, _MOST_DEVICES = 1e6, 100_000  # more is a slip of the pen
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Plan:
     refusal: str | None
     """Why they cannot share them; None where they can."""
     ranks_per_node: int
+    notes: tuple[str, ...] = ()
+    """What a user may not have meant, in sentences."""
 
     @property
     def host_bytes(self) -> int:
@@ -84,8 +90,10 @@ class Plan:
 def run(argv: Sequence[str]) -> int:
     """`vime plan [--device-memory-gib G] [settings]`. Returns: 0 fits or nothing to compare with, 1 does not fit."""
     own, words = _own_arguments(argv)
-    device = round(own.device_memory_gib * GIB) if own.device_memory_gib is not None else None
-    host = round(own.host_memory_gib * GIB) if own.host_memory_gib is not None else None
+    device, host = _bytes(own, "device_memory_gib"), _bytes(own, "host_memory_gib")
+    for name in ("devices_per_node", "nodes"):
+        if (count := getattr(own, name)) is not None and not 1 <= count <= _MOST_DEVICES:
+            raise ConfigError(f"--{name.replace('_', '-')} is {count}, but must be from 1 to {_MOST_DEVICES}")
     config, model, dtype = _read(words)
     if own.devices_per_node is not None:
         from vime.cli.on_cluster import resolve_on
@@ -94,10 +102,10 @@ def run(argv: Sequence[str]) -> int:
     plan = make_plan(config, model, dtype, device_bytes=device)
     problems = plan.problems(device, host)
     print(_as_json(plan, problems) if own.json else "\n".join(_table(plan, device)))
-    if not own.json and device is not None:
+    if not own.json:
         for problem in problems:
             print(f"does not fit: {problem}")
-        if not problems:
+        if device is not None and not problems:
             print(f"fits: {_gib(device - max(d.total for d in plan.devices))} GiB are left on the fullest device")
     return 1 if problems else 0
 
@@ -140,8 +148,14 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     devices = estimate(model, division, training, engine if colocated and stays else None)
     if sharing is not None and sharing.engines_sleep:
         devices = [_in_turns(device, trainer_leaves=sharing.trainer_leaves) for device in devices]
-    ranks_per_node = config.cluster.actor_num_gpus_per_node
-    return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node)
+    ranks_per_node, notes = config.cluster.actor_num_gpus_per_node, _notes(config, dtype)
+    return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node, notes)
+
+
+def _notes(config: Config, dtype: str) -> tuple[str, ...]:
+    if dtype != "float32" or config.megatron.get("bf16") is not None:
+        return ()
+    return ("planned in float32, which the checkpoint is stored in; with --bf16 the run would be in bfloat16",)
 
 
 def _in_turns(device: DeviceMemory, *, trainer_leaves: bool) -> DeviceMemory:
@@ -173,6 +187,16 @@ def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(list(argv))
 
 
+def _bytes(own: argparse.Namespace, name: str) -> int | None:
+    """Memory that is stated, in bytes. Raises: ConfigError if no device can have that."""
+    gib = getattr(own, name)
+    if gib is None:
+        return None
+    if not 0 < gib < _MOST_GIB:
+        raise ConfigError(f"--{name.replace('_', '-')} is {gib:g}, but must be above 0 and below {_MOST_GIB:g}")
+    return round(gib * GIB)
+
+
 def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
     """The settings, the model and the dtype of the run. Raises: ConfigError with all that is wrong."""
     from vime.trainer.megatron.limits import limits
@@ -184,19 +208,22 @@ def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
     checkpoint = config.checkpoint.hf_checkpoint
     if not checkpoint:
         raise ConfigError("--hf-checkpoint is required: an HF checkpoint folder, its config.json or a hub name")
-    if Path(checkpoint).is_file():
+    if os.path.basename(checkpoint) == "config.json" and os.path.isfile(checkpoint):
         checkpoint = str(Path(checkpoint).parent)
     hf = read_model_config(checkpoint)
     model = family_of(hf).settings(hf)
     all_limits = limits(config.megatron, has_experts="num_moe_experts" in model.transformer)
     known = {name: limit for name, limit in all_limits.items() if name not in model.transformer}
-    if problems := list(refuse_what_the_trainer_cannot_do(config.megatron, known)):
+    problems = [*check_ranges(config), *refuse_what_the_trainer_cannot_do(config.megatron, known)]
+    if trains(config) and (problem := training_dtype_problem(config.megatron, hf)):
+        problems.append(problem)
+    if problems:
         raise ConfigError(problems)
-    return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=checkpoint)), model, _dtype(config, hf)
-
-
-def _dtype(config: Config, hf: Mapping[str, Any]) -> str:
-    return run_dtype(config.megatron, hf)
+    return (
+        replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=checkpoint)),
+        model,
+        run_dtype(config.megatron, hf),
+    )
 
 
 def _table(plan: Plan, device_bytes: int | None) -> list[str]:
@@ -207,8 +234,9 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     lines = [
         f"{parameters(plan.model).total:,} parameters, {plan.training.dtype}; {d.world_size} training ranks: {layout}; "
         f"{plan.training.tokens} tokens a micro-batch",
-        "GiB of one device" + "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in plan.devices),
+        *plan.notes,
     ]
+    columns = "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in plan.devices)
     rows = []
     for name in plan.devices[0].parts:
         rows.append((name, [device.parts[name] for device in plan.devices]))
@@ -218,8 +246,9 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     rows.append(("total", [device.total for device in plan.devices]))
     if device_bytes is not None:
         rows.append(("device memory", [device_bytes] * len(plan.devices)))
-    width = max(len(lines[1]) - 14 * len(plan.devices), *(len(name) + 2 for name, _ in rows))
-    lines[1] = "GiB of one device".ljust(width) + lines[1][len("GiB of one device") :]
+    head = "GiB of one device"
+    width = max(len(head), *(len(name) + 2 for name, _ in rows))
+    lines.append(head.ljust(width) + columns)
     lines += [
         "  " + name.ljust(width - 2) + "".join(f"{_gib(v):>14}" for v in values) for name, values in rows if any(values)
     ]
@@ -248,6 +277,7 @@ def _as_json(plan: Plan, problems: Sequence[str]) -> str:
                 for device in plan.devices
             ],
             "host_bytes_per_node": plan.host_bytes,
+            "notes": list(plan.notes),
             "problems": list(problems),
         },
         indent=2,

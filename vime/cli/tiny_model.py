@@ -60,6 +60,8 @@ class TinyModel:
         for name in ("hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             if getattr(self, name) < 1:
                 found.append(f"{_flag(name)} is {getattr(self, name)}, but must be at least 1")
+        if not 0 <= self.seed < 2**64:
+            found.append(f"--seed is {self.seed}, but must be at least 0 and below 2^64")
         return found + self._problems_of_experts()
 
     def _problems_of_experts(self) -> list[str]:

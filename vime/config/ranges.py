@@ -125,8 +125,19 @@ def check_ranges(config: Config) -> Iterator[str]:
             yield f"{_flag(key)} is {value}, but must be above 0"
     if 0 < config.rollout.rollout_temperature < LEAST_TEMPERATURE:
         yield f"--rollout-temperature is {config.rollout.rollout_temperature}, but {WHY_LEAST_TEMPERATURE}"
+    yield from _engine_memory(config.vllm)
     if abs(config.reward.rm_failure_reward or 0) > MAX_REWARD:
         yield f"--rm-failure-reward is {config.reward.rm_failure_reward}, but may be at most {MAX_REWARD:g} in size"
+
+
+def _engine_memory(vllm: Mapping[str, Any]) -> Iterator[str]:
+    """vLLM would say the same, but when the run's processes are there."""
+    share = vllm.get("gpu_memory_utilization")
+    if share is not None and not 0 < share <= 1:
+        yield f"--vllm-gpu-memory-utilization is {share}, but must be above 0 and at most 1: a share of a device"
+    for name in ("kv_cache_memory_bytes", "max_num_seqs"):
+        if vllm.get(name) is not None and vllm[name] < 1:
+            yield f"--vllm-{name.replace('_', '-')} is {vllm[name]}, but must be at least 1"
 
 
 def bounds(key: str) -> str:

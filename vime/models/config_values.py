@@ -58,7 +58,9 @@ def _kinds(hf: Mapping[str, Any]) -> Iterator[str]:
         is_number = isinstance(value, int if is_count else int | float) and not isinstance(value, bool)
         if is_number and (least <= value if is_count else least < value) and value <= most and math.isfinite(value):
             continue
-        bounds = f"{'at least' if is_count else 'above'} {least:g}" + (f" and at most {most}" if most < _MOST else "")
+        bounds = f"{'at least' if is_count else 'above'} {least:g}" + (
+            f" and at most {most}" if most < math.inf else ""
+        )
         yield f"{key} is {value!r}, but must be a {'whole number' if is_count else 'number'} {bounds}"
     for key in _SWITCHES:
         if not isinstance(hf.get(key), bool | None):
