@@ -172,3 +172,11 @@ def test_a_dtype_that_nobody_asked_for_is_said(capsys, model):
 def test_host_memory_alone_is_compared_in_words_too(capsys, model):
     assert main(["plan", "--hf-checkpoint", str(model), "--host-memory-gib", "4"]) == 1
     assert "does not fit: a training node needs" in capsys.readouterr().out
+
+
+def test_larger_groups_of_micro_batches_keep_more_activations(capsys, recipe):
+    virtual = ("--config", str(recipe), "--no-colocate", "--num-virtual-stages-per-pipeline-rank", "2")
+    _, pairs = as_json(capsys, *virtual)
+    _, fours = as_json(capsys, *virtual, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
+    less, more = (got["devices"][0]["moments_bytes"]["activations"] for got in (pairs, fours))
+    assert fours["division"]["group"] == 4 and 6 / 5 < more / less < 7 / 5  # stages in flight, and what works beside

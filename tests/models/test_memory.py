@@ -116,6 +116,23 @@ def test_stages_in_flight(pipeline, virtual, rank, micro_batches, alive):
     assert stages_in_flight(Division(pipeline=pipeline, virtual=virtual), rank, micro_batches) == alive
 
 
+def test_activations_in_flight_follow_megatrons_schedule_of_larger_groups_of_micro_batches():
+    # Two ranks with two stages each, groups of 4. Rank 0 runs micro-batches 1 to 4 through its first stage and then
+    # through its second: 4 forward passes, 2 more until rank 1 sends the first gradient, and the one it is in: 7.
+    division = Division(pipeline=2, virtual=2, group=4)
+    assert [stages_in_flight(division, rank, None) for rank in (0, 1)] == [7, 5]
+    assert [stages_in_flight(division, rank, 2) for rank in (0, 1)] == [4, 4]
+    of_pairs, of_fours = (
+        estimate(QWEN3_06B, Division(pipeline=2, virtual=2, group=group), Training(tokens=1000))[0].moments
+        for group in (None, 4)
+    )
+    # Kept by a layer for a token: two norms take and give 1,024 numbers; 2,048 queries and twice 1,024 keys;
+    # the query norm's 2,048; rotated queries and keys; attention's 2,048; three times the MLP's 3,072.
+    layer = 4 * 1024 + (2048 + 2 * 1024) + 2048 + (2048 + 1024) + 2048 + 3 * 3072
+    stage = 7 * layer  # of 28 on four stages
+    assert of_fours["activations"] - of_pairs["activations"] == pytest.approx(2 * stage * 1000 * 2, abs=2)
+
+
 def test_the_last_stage_has_the_head_and_the_first_the_embedding():
     first, middle, last = estimate(QWEN3_8B, Division(pipeline=3), Training())
     vocabulary = 2 * 151_936 * 4096

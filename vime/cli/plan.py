@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vime.cli.parse import Catalogue, parse
 from vime.cli.resolve import build_config
@@ -189,7 +187,7 @@ def _own_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _bytes(own: argparse.Namespace, name: str) -> int | None:
     """Memory that is stated, in bytes. Raises: ConfigError if no device can have that."""
-    gib = getattr(own, name)
+    gib: float | None = getattr(own, name)
     if gib is None:
         return None
     if not 0 < gib < _MOST_GIB:

@@ -103,5 +103,5 @@ def stages_in_flight(division: Division, pipeline_rank: int, micro_batches: int 
     behind = division.pipeline - pipeline_rank
     most = behind
     if division.virtual > 1:
-        most = 2 * (behind - 1) + (division.virtual - 1) * division.pipeline + 1
+        most = 2 * (behind - 1) + (division.virtual - 1) * (division.group or division.pipeline) + 1
     return most if micro_batches is None else min(most, micro_batches * division.virtual)

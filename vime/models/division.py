@@ -19,6 +19,8 @@ class Division:
     pipeline: int = 1
     virtual: int = 1
     """Stages of each pipeline rank."""
+    group: int | None = None
+    """Micro-batches that a rank's stage takes before its next stage does, where it has several; None: `pipeline`."""
     context: int = 1
     data: int = 1
     expert: int = 1

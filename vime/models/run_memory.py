@@ -38,6 +38,7 @@ def division_of(config: Config, model: ModelSettings, world_size: int) -> Divisi
         data=world_size // sizes.model,
         sequence_parallel=sizes.sequence_parallel,
         virtual=len(layers) // sizes.pipeline,
+        group=sizes.stages.group,
         stage_layers=layers,
         expert=megatron.get("expert_model_parallel_size") or 1,
         expert_tensor=megatron.get("expert_tensor_parallel_size"),
