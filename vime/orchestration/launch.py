@@ -58,7 +58,7 @@ from vime.platform.base import Platform
 from vime.protocols import DataSource, Engine, Engines, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
-from vime.rollout.eval_data import load_eval_sets
+from vime.rollout.eval_data import HeldOutSet, load_eval_sets
 from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, TrainBatch
 from vime.weight_sync import Route
@@ -145,16 +145,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
         progress.expect(num_rollout)
         if not plan.layout.trainer_devices:
-            client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-            context = _hook_context(plan, client, tokenizer, stack)
-            stage = RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
-            recorder = _recorder(plan, writer, stack, rollout=stage)
-            with _naming_the_dead(fleet):
-                if modes.evaluates_only(config):
-                    progress.message(f"evaluating {hf_path} as it is; nothing is trained or saved")
-                    run_evaluation_only(stage, recorder, rollout_id=-1)
-                else:
-                    run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
+            _run_without_trainer(plan, fleet, source, eval_sets, tokenizer, writer, stack, num_rollout=num_rollout)
             return
         if config.checkpoint.save is not None:
             # Of a save that was under way: when the ranks have ended, which write it.
@@ -191,6 +182,31 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
             if turns is not None:
                 turns.to_training(weights_follow=True)
             keeper.export_hf(last)  # nothing was left to train, so no step has exported it
+
+
+def _run_without_trainer(
+    plan: _Run,
+    fleet: Fleet | None,
+    source: DataSource,
+    eval_sets: dict[str, HeldOutSet],
+    tokenizer: Any,
+    writer: MetricWriter,
+    stack: ExitStack,
+    *,
+    num_rollout: int,
+) -> None:
+    """Make rollouts, or evaluate the checkpoint once."""
+    config = plan.config
+    client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
+    context = _hook_context(plan, client, tokenizer, stack)
+    stage = RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
+    recorder = _recorder(plan, writer, stack, rollout=stage)
+    with _naming_the_dead(fleet):
+        if modes.evaluates_only(config):
+            plan.progress.message(f"evaluating {plan.hf_path} as it is; nothing is trained or saved")
+            run_evaluation_only(stage, recorder, rollout_id=-1)
+        else:
+            run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
 
 
 @contextmanager
