@@ -69,15 +69,10 @@ class WeightSync:
         self._prompts, self._interval, self._tolerance = probe_prompts, probe_interval, probe_tolerance
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="weight-sync")
         self._published = 0
-        self._probe_requested = False
         self._on_version, self._turns = on_version, turns
         self._spans = [SpanLog() for _ in self._engines]
         self.version: PolicyVersion = 0
         self.metrics: Metrics = {}
-
-    def request_probe(self) -> None:
-        """Probe at the next publish whatever the interval says (an engine was restarted)."""
-        self._probe_requested = True
 
     def publish(self, version: PolicyVersion | None = None) -> PolicyVersion:
         """Send the trainer's weights to every engine, verify them, and only then count them as this version.
@@ -113,7 +108,6 @@ class WeightSync:
         if self._on_version is not None:
             self._on_version(version)
         self._published += 1
-        self._probe_requested = False
         return version
 
     def take_spans(self) -> list[list[Span]]:
@@ -158,9 +152,7 @@ class WeightSync:
         }
 
     def _is_probe_due(self) -> bool:
-        if not self._interval:
-            return False
-        return self._probe_requested or self._published % self._interval == 0
+        return bool(self._interval) and self._published % self._interval == 0
 
     def _probe(self, version: PolicyVersion) -> None:
         """Verify; whatever the probe could not show leaves no engine fit to serve."""
