@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from vime.errors import ConfigError, TrainingError, VimeError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.gathered_state import is_shared
 from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.own_state import OPTIMIZER_STATE, OwnState, merged_in_place
 from vime.trainer.megatron.saving import Save
+from vime.trainer.megatron.stored_tensors import StoredTensors
 
 _log = logging.getLogger(__name__)
 
-OPTIMIZER_STATE = "optimizer.state."
-"""How the keys of an optimizer's tensors begin."""
 CRITIC = "critic."
 """How the keys of all of a critic's begin; what follows is as the policy's."""
 
@@ -51,7 +51,8 @@ def begin_save(
         state["random"] = _random_object(_random_state())
         state["layout"] = _layout()
     if critic is not None:
-        state["critic"] = _critic_state(critic, with_optimizer=with_optimizer, is_loading=False)
+        state["critic"] = _state(critic, with_optimizer=with_optimizer, is_loading=False)
+        add_prefix_for_sharding(state["critic"], CRITIC)
         state["has_critic"] = True
     # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
@@ -80,15 +81,23 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool, critic: Policy | N
         critic = None
     same_layout = saved.get("layout") == _layout()
     wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
+    own = _own_states(policy, wanted, "") if with_optimizer else []
     if critic is not None:
-        wanted["critic"] = _critic_state(critic, with_optimizer=with_optimizer, is_loading=True)
+        wanted["critic"] = _state(critic, with_optimizer=with_optimizer, is_loading=True)
+        own += _own_states(critic, wanted["critic"], CRITIC) if with_optimizer else []
+        add_prefix_for_sharding(wanted["critic"], CRITIC)
     if with_optimizer and same_layout:
         wanted["random"] = _random_object(None)
     with _readable(path):
         state = dist_checkpointing.load(wanted, str(path))
+    stored = _stored(path, own) if own else None
     _restore(policy, state, saved, with_optimizer=with_optimizer)
     if critic is not None:
         _restore(critic, state["critic"], saved.get("critic", {}), with_optimizer=with_optimizer)
+    if stored is not None:
+        with _readable_by_all(path):
+            for part, prefix in own:
+                part.read(stored, prefix=prefix)
     if with_optimizer:
         if same_layout:
             _set_random_state(state["random"])
@@ -119,6 +128,32 @@ def _readable(path: Path) -> Iterator[None]:
         raise TrainingError(f"{path} cannot be read ({type(cause).__name__}: {first_line})") from error
 
 
+@contextmanager
+def _readable_by_all(path: Path) -> Iterator[None]:
+    """The same around what each rank reads by itself: if one cannot, none goes on. Collective."""
+    own: VimeError | None = None
+    try:
+        with _readable(path):
+            yield
+    except VimeError as error:
+        own = error
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if own is None else str(own))
+    if own is not None:
+        raise own
+    if others := [reason for reason in reasons if reason is not None]:
+        raise TrainingError(others[0])
+
+
+def _stored(path: Path, own: Sequence[tuple[OwnState, str]]) -> StoredTensors:
+    """The checkpoint, which has all that this rank needs. Collective."""
+    with _readable_by_all(path):
+        stored = StoredTensors(path)
+        for part, prefix in own:
+            part.check(stored, prefix=prefix)
+        return stored
+
+
 def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any], *, with_optimizer: bool) -> None:
     """Put loaded weights, optimizer and schedule in place. Args: saved: what is no tensor of it."""
     for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
@@ -127,14 +162,16 @@ def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any],
         policy.optimizer.reload_model_params()
         return
     with _own_settings(policy.optimizer):
+        # Of distributed optimizers without the tensors, which are read when these are allocated.
         policy.optimizer.load_state_dict(state["optimizer"])
     policy.scheduler.load_state_dict(saved["scheduler"])
 
 
-def _critic_state(critic: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
-    state = _state(critic, with_optimizer=with_optimizer, is_loading=is_loading)
-    add_prefix_for_sharding(state, CRITIC)
-    return state
+def _own_states(policy: Policy, state: Mapping[str, Any], prefix: str) -> list[tuple[OwnState, str]]:
+    """What is read of its optimizer apart from the rest, with the prefix of the keys; nothing of one that all share."""
+    if not policy.has_distributed_optimizer:
+        return []
+    return [(OwnState(policy.optimizer, {key: state[key] for key in _model_keys(policy)}), prefix)]
 
 
 def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
@@ -148,6 +185,9 @@ def _state(policy: Policy, *, with_optimizer: bool, is_loading: bool) -> dict[st
         key: _without_extra_state(ddp.module.sharded_state_dict(metadata=metadata))
         for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True)
     }
+    if is_loading:
+        for model in map(state.__getitem__, _model_keys(policy)):
+            model.update({name: merged_in_place(entry) for name, entry in model.items()})
     if with_optimizer:
         models = dict(state) if len(policy.ddps) > 1 else state["model"]
         state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)

@@ -34,8 +34,8 @@ def install() -> None:
     def get_parameter_state_dp_zero(
         self: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> Any:
-        if empty_data:  # to load into: each rank reads all of it
-            return original(self, use_gloo_comm=False, empty_data=True, return_on_all_ranks=True)
+        if empty_data:  # to load into: `own_state` reads it
+            return None
         return gathered_state(self)
 
     setattr(get_parameter_state_dp_zero, _MARK, True)
