@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vime.data.balance import Loads, spread
 from vime.data.packing import plan_steps
 from vime.errors import DataError
 from vime.models import family_of
@@ -234,3 +235,35 @@ def test_ten_thousand_samples_of_unequal_cost_take_seconds_at_most():
     costs = forward_costs(lengths, "qwen3-0.6b")
     (step,) = plan_steps(lengths, range(10_000), global_batch_size=10_000, dp_size=64, max_tokens=8192, costs=costs)
     assert 100 * imbalance(step, costs)[0] < 0.15
+
+
+class CountedReads(list):
+    """A list that counts how often something of it is read."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_many_samples_in_bins_that_fill_up_are_looked_at_a_few_times_each():
+    lengths = sorted(lognormal_lengths(8192), reverse=True)
+    counted = CountedReads(lengths)
+    loads = Loads(counted, [n + n * n / 4096 for n in lengths])
+    # One bin more than the tokens need: most bins have no room for most of the samples.
+    assert spread(range(8192), loads, -(-sum(lengths) // 8192) + 1, max_tokens=8192) is None
+    assert counted.reads < 10 * 8192
+    assert spread(range(8192), loads, sum(lengths) // 7000, max_tokens=8192)
+    assert counted.reads < 20 * 8192
+
+
+def test_samples_that_cannot_share_a_micro_batch_have_one_each():
+    (step,) = plan_steps([51] * 30 + [49] * 30, range(60), global_batch_size=60, dp_size=3, max_tokens=100)
+    assert [[len(micro) for micro in rank] for rank in step] == [[2] * 10] * 3
+    (step,) = plan_steps([51] * 30, range(30), global_batch_size=30, dp_size=3, max_tokens=100)
+    assert [[len(micro) for micro in rank] for rank in step] == [[1] * 10] * 3
+
+
+def test_no_samples_are_no_steps():
+    assert plan_steps([], [], global_batch_size=8, dp_size=2, max_tokens=100) == ()

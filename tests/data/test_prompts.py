@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes import char_tokenizer
 from vime.config import Config, DataConfig, RolloutConfig
+from vime.config.prompt_files import check_prompt_files
 from vime.data.prompt_set import PromptSet
 from vime.data.prompts import check_prompts, check_rows, tokenise_prompts
 from vime.data.records import RowKeys
@@ -95,6 +96,10 @@ def test_chat_messages_and_strings_are_rendered_with_tools_and_arguments(tmp_pat
         ('{"input": "x", "a": 1e999}', "1e999 is beyond what a 64-bit float holds"),
         ('{"input": "\\ud800", "a": 1}', "surrogate"),
         ('{"a": ' + "[" * 100000, "nested too deeply"),
+        ('{"input": "x", "a": "\\ud800"}', "'a' holds text with half of a surrogate pair"),
+        ('{"input": "x", "a": 1, "metadata": {"\\ud800": [1]}}', "'metadata' holds text with half of a surrogate"),
+        ({"input": "x", "a": 1, "metadata": '{"k": ["\\ud800"]}'}, "'metadata' holds text with half of a surrogate"),
+        ('{"input": "x", "a": ' + "[" * 101 + "]" * 101 + "}", "'a' is nested more than 100 deep"),
         ({"input": "x", "a": None}, "'a' is null"),
         ('{"input": "x", "input": "y", "a": 1}', "the key 'input' is given twice"),
         ({"input": "x", "a": 1, "metadata": "{"}, "'metadata' is a string that is no JSON"),
@@ -285,3 +290,11 @@ def test_what_a_row_asks_for_itself_is_checked(tmp_path: Path, metadata: dict[st
     assert "line 2: metadata." in str(caught.value)
     assert problem in str(caught.value)
     assert len(check_rows([f"{path}@[:1]"], RowKeys(), reward_names=REWARDS)) == 1
+
+
+@pytest.mark.parametrize("word", ["x" * 5000, "a\0b", "x" * 5000 + "@[0:1]", "p.jsonl@[" + "9" * 5000 + ":]"])
+def test_a_path_that_cannot_be_is_named_in_short(word: str) -> None:
+    (problem,) = check_prompt_files("--prompt-data", word, ["input"])
+    with pytest.raises(DataError, match="cannot be looked for") as caught:
+        check_rows([word], RowKeys())
+    assert problem == f"--prompt-data {caught.value}" and len(problem) < 250

@@ -102,3 +102,10 @@ def test_a_slice_out_of_range_names_the_word(tmp_path: Path) -> None:
     word = parquet(tmp_path / "a.parquet", input=["a"], label=["b"])
     with pytest.raises(DataError, match=r"a\.parquet@\[0:2\]: 2 is out of range; .* has 1 rows"):
         read(f"{word}@[0:2]")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["input", "input"]), path)
+    with pytest.raises(DataError, match="more than one column 'input'; keep one"):
+        read(str(path), RowKeys())

@@ -13,6 +13,7 @@ from vime.errors import ConfigError
 _SLICE = re.compile(r"(.+)@\[(-?\d+)?:(-?\d+)?\]", re.DOTALL)
 _ENDINGS = (".jsonl", ".parquet")  # what a folder is searched for; a file given by name may end in anything
 _LINES_READ = 64  # enough to see a wrong key or format; every row is read before the run's processes start
+_SHOWN = 100  # characters of a path that cannot be
 _BYTES_READ = 1 << 20  # of a file that may be one endless line
 
 
@@ -54,8 +55,16 @@ def is_parquet(path: Path) -> bool:
 
 
 def parse_prompt_files(word: str) -> PromptFiles:
-    """Take `path` or `path@[a:b]` apart. Raises: ConfigError for another kind of slice."""
-    if Path(word).exists():
+    """Take `path` or `path@[a:b]` apart. Raises: ConfigError for another kind of slice, or what no path can be."""
+    try:
+        is_there = Path(word).exists()
+        Path(word.partition("@[")[0]).exists()
+        if "\0" in word:
+            raise ValueError("it holds a null character")
+    except (OSError, ValueError) as error:
+        shown = word if len(word) <= _SHOWN else f"{word[:_SHOWN]}…"
+        raise ConfigError(f"{shown!r} cannot be looked for: {getattr(error, 'strerror', None) or error}") from error
+    if is_there:
         return PromptFiles(word, Path(word))
     if match := _SLICE.fullmatch(word):
         start, stop = (None if bound is None else int(bound) for bound in match.groups()[1:])

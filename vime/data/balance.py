@@ -50,22 +50,28 @@ def spread(
     """The most expensive sample first, each into the cheapest of `count` bins that has room; None if none has."""
     bins = [Bin() for _ in range(count)]
     heap = [(0.0, k) for k in range(count)]  # (cost, bin); already a heap
+    # Bins that were too full for an earlier sample, the emptiest first: (-room, cost, bin). Samples mostly get shorter,
+    # so that a bin waits here until one may fit, rather than being looked at for each.
+    waiting: list[tuple[int, float, int]] = []
     for i in sorted(samples):
-        passed = []
-        while heap:
-            k = heap[0][1]
-            if max_tokens is None or bins[k].tokens + loads.lengths[i] <= max_tokens:
+        while waiting and -waiting[0][0] >= loads.lengths[i]:
+            _, cost, k = heapq.heappop(waiting)
+            heapq.heappush(heap, (cost, k))
+        while max_tokens is not None and heap:
+            cost, k = heap[0]
+            room = max_tokens - bins[k].tokens
+            if room >= loads.lengths[i]:
                 break
-            passed.append(heapq.heappop(heap))
-        else:
+            heapq.heappop(heap)
+            heapq.heappush(waiting, (-room, cost, k))
+        if not heap:
             return None
+        k = heap[0][1]
         bins[k].add(i, loads)
         if max_samples is not None and len(bins[k].samples) == max_samples:
             heapq.heappop(heap)
         else:
             heapq.heapreplace(heap, (bins[k].cost, k))
-        for entry in passed:
-            heapq.heappush(heap, entry)
     return bins
 
 

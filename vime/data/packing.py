@@ -133,7 +133,9 @@ def _fill(loads: Loads, dp_size: int, max_tokens: int, multiple: int) -> list[Bi
     """Bins within the token limit for all ranks: as few as found, of like cost where that fits."""
     packed = best_fit(loads, max_tokens)
     most = _round_up(-(-len(packed) // dp_size), multiple)
-    fewest = _round_up(-(-sum(loads.lengths) // (max_tokens * dp_size)), multiple)
+    alone = sum(2 * length > max_tokens for length in loads.lengths)  # no two of them share a bin
+    bins_needed = max(alone, -(-sum(loads.lengths) // max_tokens))
+    fewest = _round_up(-(-bins_needed // dp_size), multiple)
     for rows in range(fewest, most + 1, multiple):
         if bins := spread(range(len(loads.lengths)), loads, rows * dp_size, max_tokens=max_tokens):
             return bins

@@ -12,6 +12,7 @@ from vime.data.bad_row import BadRow, kind_of
 from vime.data.conversations import check_answer, check_conversation
 from vime.types import Message
 
+_DEEPEST = 100
 RM_TYPE = "rm_type"
 CHAT_KWARGS = "apply_chat_template_kwargs"
 GENERATE_PATH = "generate_function_path"
@@ -71,6 +72,8 @@ def read_record(row: Any, keys: RowKeys) -> Record:
     if keys.label is not None and label is None:
         raise BadRow(f"{keys.label!r} is null; give it a value, or leave the row out")
     metadata = _object(row, keys.metadata)
+    for key, value in ((keys.label, label), (keys.metadata, metadata)):
+        _check_value(value, repr(key))
     if tools := _tools(row, keys.tools):
         metadata["tools"] = tools
     if keys.answers is not None and keys.label is None:
@@ -130,6 +133,22 @@ def _check_text(text: str, keys: RowKeys) -> None:
         raise BadRow(f"the text holds half of a surrogate pair at character {error.start}") from error
     if keys.chat and text.startswith("[") and _is_messages(text):
         raise BadRow(f"{keys.input!r} is a string that holds messages as JSON; put the list itself there")
+
+
+def _check_value(value: Any, name: str, depth: int = 0) -> None:
+    """Labels and metadata travel as JSON and between processes: refuse what would fail there, amid a run."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRow(f"{name} holds text with half of a surrogate pair") from error
+    elif isinstance(value, dict | list):
+        if depth == _DEEPEST:
+            raise BadRow(f"{name} is nested more than {_DEEPEST} deep; write it as text")
+        for inner in value:
+            _check_value(inner, name, depth + 1)
+        for inner in value.values() if isinstance(value, dict) else ():
+            _check_value(inner, name, depth + 1)
 
 
 def _is_messages(text: str) -> bool:

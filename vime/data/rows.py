@@ -145,6 +145,8 @@ class ParquetRows:
                     raise DataError(
                         f"{path} has no column {', '.join(map(repr, missing))}; the columns are {sorted(schema.names)}"
                     )
+                if twice := [key for key in (*needed, keys.metadata, keys.tools) if schema.names.count(key) > 1]:
+                    raise DataError(f"{path} has more than one column {', '.join(map(repr, twice))}; keep one")
                 columns = [key for key in (*needed, keys.metadata, keys.tools) if key in schema.names]
                 _check_types(path, schema, columns)
                 self._table: pa.Table = file.read(columns=columns)
