@@ -9,7 +9,7 @@ from vime.config.schema import setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """PPO's value function and the advantages made of it; read with --advantage-estimator ppo alone."""
+    """The critic of PPO and the advantages made of its values; read with --advantage-estimator ppo alone."""
 
     critic_load: str | None = setting(
         None, "HF checkpoint the critic starts from, with or without a value head (score.weight); default: the policy's"
