@@ -107,7 +107,6 @@ class CheckedRows:
                 if read.digest != self._selected.digest[position]:
                     raise changed(rows, read.index)
                 record = read_record(read.value, self._keys)
-                text = ""
                 try:
                     text = prompt_text(record, tokenizer, chat=self._keys.chat, kwargs=chat_kwargs)
                     if learnt is not None:
