@@ -148,6 +148,17 @@ def test_settings_that_are_damaged_are_named(tmp_path: Path) -> None:
         check(tmp_path, kept(CONFIG))
 
 
+def test_a_checkpoint_that_says_nothing_of_a_critic_has_none(tmp_path: Path) -> None:
+    settings = kept(CONFIG)
+    del settings["has_critic"]
+    write(tmp_path, 1, settings=settings)
+    assert check(tmp_path, kept(CONFIG)) == []
+    ppo = kept(replace(CONFIG, algo=AlgoConfig(advantage_estimator="ppo")))
+    with pytest.raises(ConfigError, match="it has no critic, which --advantage-estimator ppo trains"):
+        check(tmp_path, ppo)
+    assert check(tmp_path, ppo, finetune=True) == []
+
+
 def test_weights_alone_go_with_another_optimizer_and_loss_but_not_another_model(tmp_path: Path) -> None:
     other = replace(CONFIG, megatron={"lr": 1.0, "optimizer": "sgd"}, algo=AlgoConfig(loss_type="sft_loss"))
     assert check(tmp_path, kept(other), finetune=True) == []

@@ -48,7 +48,13 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
 
 def weights_to_keep(hf_config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """What a checkpoint of weights alone says, that no run has written; JSON-ready."""
-    return {"model": _model(hf_config), "has_optimizer": False, "fixed": {"dtype": dtype}, "free": {}}
+    return {
+        "model": _model(hf_config),
+        "has_optimizer": False,
+        "has_critic": False,
+        "fixed": {"dtype": dtype},
+        "free": {},
+    }
 
 
 def _model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +77,8 @@ def conflicts(saved: Mapping[str, Any], now: Mapping[str, Any], *, weights_only:
 
     Args: weights_only: optimizer, scheduler and random state are not loaded.
     """
-    if lost := sorted(set(now) - set(saved)):
+    # A checkpoint of a version without critics says nothing of one: it has none.
+    if lost := sorted(set(now) - set(saved) - {"has_critic"}):
         yield f"its settings in state.json are damaged: {', '.join(lost)} missing"
         return
     yield from other_models(saved, now)
