@@ -168,7 +168,37 @@ def test_an_engine_beside_the_trainer_holds_a_layers_experts_whole_at_a_sync():
     assert with_engine - alone == layer + layer // 2 + 2 * 512 * MIB
 
 
+def _host(division, model=QWEN3_4B, **settings):
+    return estimate(model, division, Training(**settings))[0].host_bytes
+
+
 def test_a_checkpoint_written_in_the_background_is_copied_to_the_host_once():
-    division = Division(data=4)
-    there, copied = (estimate(QWEN3_4B, division, Training(async_save=x))[0].host_bytes for x in (False, True))
-    assert copied - there == 14 * parameters(QWEN3_4B).total / 4
+    for division in (Division(), Division(data=4)):
+        none = _host(division)
+        copied = _host(division, saves_optimizer=True, async_save=True)
+        assert copied - none == 14 * parameters(QWEN3_4B).total / division.world_size
+        assert _host(division, async_save=True) - none == 2 * parameters(QWEN3_4B).total / division.world_size
+
+
+def test_a_save_gathers_on_the_host_the_state_that_ranks_share():
+    total = parameters(QWEN3_4B).total
+    assert _host(Division(data=4), saves_optimizer=True) - _host(Division(data=4)) == 12 * total / 4
+    assert _host(Division(), saves_optimizer=True) == _host(Division())
+    assert _host(Division(data=4), saves_optimizer=True, use_distributed_optimizer=False) == _host(Division())
+    dense = parameters(QWEN3_30B).total - 48 * 128 * 3 * 768 * 2048
+    experts = Division(data=8, expert=8)
+    assert _host(experts, QWEN3_30B, saves_optimizer=True) - _host(experts, QWEN3_30B) == 12 * dense / 8
+
+
+def test_of_ranks_on_several_nodes_the_first_holds_what_a_save_gathers():
+    """All of it is on the first node: an eighth of it a rank there, whatever the number of nodes."""
+    division, total = Division(data=32), parameters(QWEN3_4B).total
+    assert _host(division, saves_optimizer=True, ranks_per_node=8) - _host(division) == 12 * total / 8
+    stages = Division(data=8, pipeline=4)  # one stage a node
+    saved, none = (
+        sum(d.host_bytes for d in estimate(QWEN3_4B, stages, Training(saves_optimizer=x, ranks_per_node=8)))
+        for x in (True, False)
+    )
+    assert saved - none == pytest.approx(
+        12 * sum(d.parameters.total for d in estimate(QWEN3_4B, stages, Training())) / 8
+    )

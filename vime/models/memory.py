@@ -62,8 +62,12 @@ class Training:
     """A second model that is trained (PPO)."""
     sync_buffer_bytes: int = 512 * MIB
     """A bucket of the weight sync."""
+    saves_optimizer: bool = False
+    """Checkpoints hold the optimizer's state: it is gathered on the first of the ranks that share it."""
     async_save: bool = False
     """Checkpoints are copied to host memory, and written from there."""
+    ranks_per_node: int | None = None
+    """None: all are on one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +159,30 @@ def _host_bytes(own: RankParameters, division: Division, training: Training) -> 
     """Of the host's memory, by the optimizer and by checkpoints that are being written."""
     state = _optimizer_bytes(own, division, training)
     total = training.optimizer_offload_fraction * (state + _gradient_shard_bytes(own, division, training))
+    gathered, kept = _saved_state(own, division, training) if training.saves_optimizer else (0.0, 0.0)
+    total += gathered
     if training.async_save:
-        total += state + _WIDTH[training.dtype] * sum(_copies_shared(own, division))
+        # Unless all of the state was gathered, all of it is copied.
+        total += (gathered + kept if kept else 0) + _WIDTH[training.dtype] * sum(_copies_shared(own, division))
     return round(total)
+
+
+def _saved_state(own: RankParameters, division: Division, training: Training) -> tuple[float, float]:
+    """Bytes of the state in a checkpoint, three float32 numbers a parameter: a rank's mean on the node that has most.
+
+    Returns: what is gathered from several ranks, and what is one rank's own.
+    """
+    stage = division.world_size // division.pipeline
+    node = min(stage, training.ranks_per_node or stage)
+    gathered = kept = 0.0
+    for count, copies in ((own.dense, division.dense_copies), (own.experts, division.expert_copies)):
+        # The first ranks of the groups that share it follow each other.
+        num_bytes = 12 * count * min(stage // copies, node) / node
+        if copies > 1 and training.use_distributed_optimizer:
+            gathered += num_bytes
+        else:
+            kept += num_bytes
+    return gathered, kept
 
 
 def _shards(own: RankParameters, division: Division, training: Training) -> tuple[float, float]:

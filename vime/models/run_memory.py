@@ -71,7 +71,9 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         has_reference=needs_reference(config.algo),
         has_critic=needs_critic(config.algo),
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
+        saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,
         async_save=config.checkpoint.async_save,
+        ranks_per_node=config.cluster.actor_num_gpus_per_node,
     )
 
 
