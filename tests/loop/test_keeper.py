@@ -81,7 +81,10 @@ def test_a_checkpoint_keeps_the_data_source_as_it_was_marked(tmp_path: Path) -> 
     keep.mark_data()
     next(taken)  # by whoever takes the prompts of the next rollout
     keep.save(1)
-    assert [open_checkpoint(tmp_path, n).data_source for n in (0, 1)] == [{"taken": 0}, {"taken": 1}]
+    assert [open_checkpoint(tmp_path, n).data_source for n in (0, 1)] == [
+        {"taken": 1},
+        {"taken": 2},
+    ]  # 0: looked at before the run
 
 
 def test_less_may_be_better(tmp_path: Path) -> None:
@@ -278,3 +281,33 @@ def test_an_error_stays_itself_if_the_checkpoint_cannot_be_completed_either(tmp_
         keep.save(7)
         raise DataError("a bad row")
     assert "the checkpoint of rollout 7 could not be completed: rank 3" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"at": {1, 2}}, r"state\(\)\['at'\] is \{1, 2\} of type set"),
+        ({"at": [0, {"n": b"x"}]}, r"state\(\)\['at'\]\[1\]\['n'\] is b'x' of type bytes"),
+        ({"seen": {3: 1}}, r"state\(\)\['seen'\] has the key 3 of type int"),
+        ([1], r"gave \[1\] of type list, but must give a dictionary"),
+    ],
+)
+def test_a_source_with_a_state_that_is_no_json_is_named_before_the_first_step(
+    tmp_path: Path, state: Any, said: str
+) -> None:
+    made: Any = CheckpointKeeper
+    source = FakeSource()
+    source.state = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=rf"data source .*test_keeper\.FakeSource: .*{said}"):
+        made(FakeTrainer(), source, StopRule(), folder=tmp_path, settings={})
+    made(FakeTrainer(), source, StopRule(), folder=None, settings={})  # nothing is kept
+
+
+def test_a_state_that_is_no_json_later_leaves_no_checkpoint(tmp_path: Path) -> None:
+    made: Any = CheckpointKeeper
+    source = FakeSource()
+    keep = made(FakeTrainer(), source, StopRule(), folder=tmp_path, settings={})
+    source.state = lambda: {"at": object()}  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="of type object"):
+        keep.save(0)
+    assert list(tmp_path.iterdir()) == []

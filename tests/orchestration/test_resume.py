@@ -187,3 +187,13 @@ def test_the_files_of_a_replay_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 of 2 files are not there"):
         replayed_rollouts(config, 0)
     assert replayed_rollouts(CONFIG, 0) is None
+
+
+def test_a_checkpoint_that_does_not_speak_of_a_critic_has_none(tmp_path: Path) -> None:
+    before = {name: value for name, value in kept(CONFIG).items() if name != "has_critic"}
+    write(tmp_path, 0, settings=before)
+    found = checkpoint_to_load(checkpoints(load=str(tmp_path)))
+    assert found is not None and check_settings(CONFIG, found, kept(CONFIG)) == []
+    with_critic = replace(CONFIG, algo=AlgoConfig(advantage_estimator="ppo"))
+    with pytest.raises(ConfigError, match="it has no critic, which --advantage-estimator ppo trains"):
+        check_settings(with_critic, found, kept(with_critic))

@@ -13,6 +13,7 @@ from vime.config.validate_checkpoint import parse_best
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import CheckpointWriting, find_checkpoints, read_metrics, rollout_of, write_metrics
+from vime.loop.source_state import state_of
 from vime.protocols import DataSource, Trainer
 
 
@@ -31,6 +32,7 @@ class CheckpointKeeper:
         keep_last: newest checkpoints that stay; None keeps all.
         keep_best: "METRIC", "METRIC:max" or "METRIC:min"; the best by it stays, too.
         in_background: go on with the run while a checkpoint is written; `settle` and the next `save` complete it.
+    Raises: DataError if the source's state is nothing that a checkpoint can keep.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class CheckpointKeeper:
         self._fresh: Path | None = None  # complete, but its step has not ended
         self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
         self._data: Mapping[str, Any] | None = None  # where it was marked
+        if folder is not None:
+            state_of(source)  # what cannot be kept is said now, not after the first step
 
     def mark_data(self) -> None:
         """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
-        self._data = self._source.state() if self._folder is not None else None
+        self._data = state_of(self._source) if self._folder is not None else None
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, or begin to; one that is still being written is waited for.
@@ -73,7 +77,7 @@ class CheckpointKeeper:
             self._folder,
             rollout_id,
             self._trainer,
-            self._source.state() if self._data is None else self._data,
+            state_of(self._source) if self._data is None else self._data,
             self._stop,
             self._settings,
             in_background=self._in_background,

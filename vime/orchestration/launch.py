@@ -30,6 +30,7 @@ from vime.loop.cadence import Cadence, StopRule
 from vime.loop.checkpoint import Checkpoint
 from vime.loop.compatibility import settings_to_keep
 from vime.loop.evaluation_only import run_evaluation_only
+from vime.loop.folder_lock import only_run_in
 from vime.loop.keeper import CheckpointKeeper, remove_leftovers
 from vime.loop.overlapped import run_overlapped
 from vime.loop.recorder import Copies, Recorder, RewardKeys
@@ -120,6 +121,8 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
     changed = resume.check_settings(config, checkpoint, plan.kept_settings) if checkpoint is not None else []
     replayed = resume.replayed_rollouts(config, plan.start)
     with ExitStack() as stack:
+        if config.checkpoint.save is not None and plan.layout.trainer_devices:
+            stack.enter_context(only_run_in(Path(config.checkpoint.save)))
         stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
         fleet: Fleet | None = None
         if generates and external:
