@@ -150,3 +150,25 @@ def test_an_advantage_for_each_token_is_read_where_there_is_one(model_folder, ma
     per_token = np.arange(len(batch.tokens), dtype=np.float32)
     got = make_trainer(folder).train(replace(batch, extra={TOKEN_ADVANTAGES: per_token}))
     assert got["train/pg_loss"] == pytest.approx(-(batch.loss_weights * per_token).sum(), rel=1e-5)
+
+
+def test_the_entropy_is_a_bonus_and_the_kl_a_cost(model_folder, make_trainer, make_batch):
+    """The loss has them under these signs, and a step without advantages goes the way they say."""
+    folder, _ = model_folder()
+    other, _ = model_folder(seed=9)
+    reference = CheckpointConfig(ref_load=str(other))
+    both = AlgoConfig(entropy_coef=0.02, use_kl_loss=True, kl_loss_coef=0.3)
+    got = make_trainer(folder, algo=both, checkpoint=reference).train(make_batch(LENGTHS))
+    pg, kl, entropy = (got[f"train/{name}"] for name in ("pg_loss", "kl_loss", "entropy_loss"))
+    assert kl > 0.01 and entropy > 1
+    assert got["train/loss"] == pytest.approx(pg + 0.3 * kl - 0.02 * entropy, rel=1e-5)
+
+    batch = make_batch(LENGTHS)
+    batch.advantages[:] = 0
+    for algo, name, sign in (
+        (AlgoConfig(entropy_coef=1.0), "entropy_loss", 1),
+        (AlgoConfig(use_kl_loss=True, kl_loss_coef=1.0), "kl_loss", -1),
+    ):
+        trainer = make_trainer(folder, algo=algo, checkpoint=reference)
+        first, second = (trainer.train(batch)[f"train/{name}"] for _ in range(2))
+        assert sign * (second - first) > 1e-3, name
