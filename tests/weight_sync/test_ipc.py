@@ -96,6 +96,17 @@ def test_what_is_read_is_the_engines_own(writer: ipc.Writer, reader: ipc.Reader)
     assert not data.any()
 
 
+def test_a_bucket_is_announced_when_the_device_has_written_it(
+    writer: ipc.Writer, reader: ipc.Reader, device: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's reads wait for nothing that the trainer has queued."""
+    first = write(writer, [("x", torch.zeros(16))], 1, 0)
+    there: list[float] = []
+    monkeypatch.setattr(device, "synchronize", lambda: there.extend(reader.read(first, CPU).view(torch.float32)[:16]))
+    write(writer, [("x", torch.ones(16))], 1, 2)  # in the same buffer
+    assert there == [1.0] * 16
+
+
 def test_a_buffer_is_opened_once_a_sync_closed_at_its_end_and_freed_only_then(tmp_path: Path) -> None:
     trainers, engines = HostMemory(tmp_path, "d"), HostMemory(tmp_path, "d")
     writer, reader = ipc.Writer(512, trainers), ipc.Reader(engines)
