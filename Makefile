@@ -48,7 +48,7 @@ type: $(STAMP)  ## mypy
 imports: $(STAMP)  ## the arrows between packages
 	@lint-imports
 
-docs: $(STAMP)  ## regenerate docs/configuration.md and docs/metrics.md
+docs: $(STAMP)  ## regenerate configuration.md, metrics.md and the tables of other pages in docs/
 	@$(PY) -m vime.cli.docs docs
 
 check: lint type imports  ## all static checks

@@ -113,7 +113,7 @@ def make_tokenizer(vocab: str, max_positions: int) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags."""
     tiny = TinyModel()
-    parser.add_argument("out", type=Path, help="folder to write; must be new or empty")
+    parser.add_argument("out", type=Path, help="folder to write; must be new, empty or made by this command before")
     parser.add_argument("--family", choices=FAMILIES, default=tiny.family, help="architecture (default: %(default)s)")
     for name, text in (
         ("hidden_size", "width"),
