@@ -253,7 +253,8 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     lines.append(f"host memory of a training node: {_gib(plan.host_bytes)} GiB for {plan.ranks_per_node} ranks")
     if plan.engine is not None:
         tokens = engine_cache_tokens(plan.model, plan.engine, plan.training.dtype)
-        where = "of their own" if plan.sharing is None else f"shared with the trainer ({plan.sharing})"
+        how = plan.sharing or ("refused, see below" if plan.refusal else None)
+        where = "of their own" if how is None else f"shared with the trainer ({how})"
         lines.append(f"engines on devices {where}: a KV cache of {max(tokens, 0):,} tokens each")
     return lines
 
