@@ -88,6 +88,7 @@ OPTIONS = {
         "account_for_loss_in_pipeline_split": True,
     },
     "stages spelt out": {"pipeline_model_parallel_layout": "E|tt|t|tL"},
+    "stages without layers": {"pipeline_model_parallel_layout": "E||tttt|L"},
     "groups of three": {"microbatch_group_size_per_vp_stage": 3},
     "first rank of two layers": {"num_layers_in_first_pipeline_stage": 2},
     "vocabulary padded": {"make_vocab_size_divisible_by": 64},  # one rank's part is padding alone
@@ -170,6 +171,7 @@ MATRIX = [
     Case("PP2 VP2", "qwen3 deep", saves=True),
     Case("PP2 VP2", "llama deep", "first rank of two layers"),
     Case("PP2 VP2", "qwen3", "embedding and loss count", exports=True),
+    Case("PP2", "qwen3 deep", "stages without layers", exports=True),
     Case("PP2 VP2", "qwen3 deep", "groups of three"),
     Case("PP2 VP2", "qwen3 deep", "outputs deallocated", breaks=0),
     Case("PP2", "qwen3 deep", "last stage of one layer", saves=True),
