@@ -125,7 +125,7 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(running: Callable[...,
     ("kill", "number", "program"),
     [
         (os.kill, signal.SIGINT, "train.py"),
-        (os.killpg, signal.SIGTERM, "train.py"),
+        pytest.param(os.killpg, signal.SIGTERM, "train.py", marks=pytest.mark.slow),
         pytest.param(os.kill, signal.SIGINT, "train_async.py", marks=pytest.mark.slow),
     ],
 )

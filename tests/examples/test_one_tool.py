@@ -122,6 +122,7 @@ def test_the_recipes_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_conversations_are_learnt_by_a_real_run(tmp_path: Path) -> None:
     init_model(tmp_path / "model", TinyModel(num_layers=1))
     write_data(tmp_path / "data", num_train=8)

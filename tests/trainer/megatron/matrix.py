@@ -147,7 +147,6 @@ SMOKE = [
     Case("CP2", "llama", loss="sequences"),
     Case("CP2", loss="kl in reward"),
     Case("TP2+SP", loss="ppo", saves=True),
-    Case("CP2", "moe", loss="ppo"),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
@@ -212,6 +211,7 @@ MATRIX = [
     Case("PP2", loss="own"),
     Case("CP2", loss="own"),
     # PPO's critic
+    Case("CP2", "moe", loss="ppo"),
     Case("DP2", loss="ppo"),
     Case("TP2", "qwen3 untied", loss="ppo"),
     Case("PP2", loss="ppo", saves=True),

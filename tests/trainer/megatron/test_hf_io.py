@@ -95,3 +95,12 @@ def test_a_folder_without_safetensors_is_refused(model_folder, make_trainer):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither model"):
         make_trainer(folder)
+
+
+def test_an_export_is_as_readable_as_any_file(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    hf_io.export_hf(iter([("a.weight", torch.ones(2))]), source, tmp_path / "out", dtype=torch.float32)
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert set(modes) == {"config.json", "model.safetensors"} and len(set(modes.values())) == 1

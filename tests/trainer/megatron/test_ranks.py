@@ -46,7 +46,7 @@ def test_a_rank_gathers_weights_one_tensor_at_a_time(outcomes, case):
         assert peak <= (2 if rank == 0 else 1) * largest, (rank, peak, largest)
 
 
-@pytest.mark.parametrize("saved", [c for c in SMOKE if c.saves], ids=str)
+@pytest.mark.parametrize("saved", [c for c in SMOKE if f"{c} from {c}" in map(str, SMOKE)], ids=str)
 def test_the_same_layout_goes_on_bit_by_bit(outcomes, saved):
     again = f"{saved} from {saved}"
     for straight, resumed in zip(ranks_of(outcomes, str(saved)), ranks_of(outcomes, again), strict=True):
@@ -65,7 +65,7 @@ def test_random_streams_differ_where_ranks_hold_different_tensors(outcomes, name
     assert {stream for stream in first if first[stream] != second[stream]} == set(differ)
 
 
-@pytest.mark.parametrize("saved", [c for c in SMOKE if c.saves], ids=str)
+@pytest.mark.parametrize("saved", [c for c in SMOKE if c.saves and c.loss == "rl"], ids=str)
 def test_one_process_goes_on_from_a_checkpoint_of_two_ranks(outcomes, folder, make_trainer, saved):
     [reference] = ranks_of(outcomes, str(saved.reference))
     assert ranks_of(outcomes, str(saved))

@@ -135,7 +135,10 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], target: Path) -> None:
 
     def flush() -> None:
         path = target / f".shard-{len(written)}.partial"
+        path.touch()
+        mode = path.stat().st_mode  # as the umask has it; safetensors writes for the owner alone
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(mode)
         written.append((path, list(shard)))
         shard.clear()
 
