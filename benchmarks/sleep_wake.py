@@ -111,7 +111,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             total_steps=100,
             writer=writer,
         )
-        trainer.call_off_weights = writer.call_off  # what a run's trainer group does
         turns = DeviceTurns(trainer, [engine], trainer_leaves=not arguments.no_offload_train)
         sync = WeightSync(
             trainer,

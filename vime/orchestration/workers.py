@@ -23,7 +23,7 @@ from vime.orchestration.cluster import Reservation
 from vime.orchestration.placement import Layout, Placement
 from vime.platform import get_platform
 from vime.platform.base import Platform
-from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
+from vime.protocols import TRAINER_PARTS, DeviceUse, TrainerPart
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.weight_sync import Route
 from vime.wire import BucketMessage
@@ -63,7 +63,6 @@ class TrainerWorker:
         self._rank, self._world_size, self._total_steps = rank, world_size, total_steps
         self._trainer: Any = None
         self._store: Any = None
-        self._writer: BucketWriter | None = None
         self._buckets: Iterator[BucketMessage | None] | None = None
 
     def open_store(self) -> int:
@@ -92,8 +91,9 @@ class TrainerWorker:
         from vime.trainer.megatron.trainer import MegatronTrainer
         from vime.weight_sync import COLLECTIVE, make_writer
 
+        writer = None
         if self._route is not None and (self._rank == 0 or self._route.transport in COLLECTIVE):
-            self._writer = make_writer(self._route, self._config)
+            writer = make_writer(self._route, self._config)
         self._trainer = MegatronTrainer(
             self._config,
             hf_path=self._hf_path,
@@ -102,7 +102,7 @@ class TrainerWorker:
             world_size=self._world_size,
             init_method=f"file://{meeting}" if isinstance(meeting, str) else self._join_store(*meeting),
             total_steps=self._total_steps,
-            writer=self._writer,
+            writer=writer,
         )
 
     def _join_store(self, host: str, port: int) -> Any:
@@ -135,8 +135,7 @@ class TrainerWorker:
     def call_off_weights(self) -> None:
         """End a pass over the weights early, because an engine failed."""
         self._buckets = None
-        if self._writer is not None:
-            self._writer.call_off()
+        self._trainer.call_off_weights()
 
 
 def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError) -> list[Any]:

@@ -289,6 +289,11 @@ class MegatronTrainer:
         outlines, limit = shards.outlines(self._names, self._homes), self._config.sync.update_weight_buffer_size
         return outgoing.send_buckets(self._writer, outlines, self._hf_tensors(), limit, version)
 
+    def call_off_weights(self) -> None:
+        """An engine failed in a pass over the weights, which ends early: readers that wait are told."""
+        if self._writer is not None:
+            self._writer.call_off()
+
     def weight_names(self) -> list[str]:
         """Every HF name that `weights` sends, in order."""
         return self._names.hf_names()
