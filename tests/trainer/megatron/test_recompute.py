@@ -47,13 +47,13 @@ class Kept:
 
 @pytest.fixture
 def kept(monkeypatch):
-    kept, micro_loss = Kept(), train_step._micro_loss
+    kept, micro_loss = Kept(), train_step.micro_loss
 
     def look(*args, **kwargs):
         kept.look()
         return micro_loss(*args, **kwargs)
 
-    monkeypatch.setattr(train_step, "_micro_loss", look)
+    monkeypatch.setattr(train_step, "micro_loss", look)
     return kept
 
 
