@@ -21,14 +21,14 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from vime.protocols import GenerateRequest, RolloutContext, SamplingParams, TrainerContext  # noqa: E402
-from vime.types import Sample, SampleStatus  # noqa: E402
+from benchmarks import step_overhead  # noqa: E402
+from vime.protocols import RolloutContext, SamplingParams, TrainerContext  # noqa: E402
+from vime.types import Sample  # noqa: E402
 
 PROMPTS, SAMPLES, RESPONSE_LEN, PROMPT_LEN = 4, 4, 8, 16
 WARM_UP_STEPS = 2
@@ -38,15 +38,7 @@ MIN_GAIN, MAX_RATIO = 1.5, 1.25
 async def generate(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """One request of a slow engine. All samples of a rollout begin at the same time."""
     begin = time.monotonic()
-    request = GenerateRequest(
-        request_id=f"sample-{sample.sample_id}",
-        token_ids=sample.tokens,
-        sampling=replace(sampling_params, n=1, ignore_eos=True),
-    )
-    (answer,) = await config.engines.generate(request)
-    sample.append_response(answer.token_ids, answer.log_probs, version=answer.weight_versions)
-    sample.response = config.tokenizer.decode(sample.response_tokens)
-    sample.status = SampleStatus.TRUNCATED
+    await step_overhead.generate(config, sample, sampling_params)
     await asyncio.sleep(begin + sample.metadata["seconds"] - time.monotonic())
     return sample
 

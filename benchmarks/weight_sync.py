@@ -18,7 +18,6 @@ import secrets
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from vime.platform.base import Platform  # noqa: E402
 from vime.weight_sync import Route, make_writer  # noqa: E402
 from vime.weight_sync.plan import WeightSync  # noqa: E402
 from vime.weight_sync.verify import DEFAULT_TOLERANCE  # noqa: E402
-from vime.wire import BucketMessage  # noqa: E402
 
 MIB = 1 << 20
 PROMPTS = [list(range(10, 42)), list(range(100, 110))]
@@ -60,28 +58,6 @@ def write_checkpoint(folder: Path, config: dict[str, Any], dtype: str, device: s
     del model
     if device == "cuda":
         torch.cuda.empty_cache()  # the engine measures what is free
-
-
-class OneRank:
-    """A trainer of one rank behind the calls that a weight sync makes."""
-
-    def __init__(self, trainer: Any, writer: Any) -> None:
-        self._trainer, self._writer = trainer, writer
-
-    def weight_names(self) -> list[str]:
-        names: list[str] = self._trainer.weight_names()
-        return names
-
-    def weights(self, version: int) -> Iterator[BucketMessage]:
-        buckets: Iterator[BucketMessage] = self._trainer.weights(version)
-        return buckets
-
-    def call_off_weights(self) -> None:
-        self._writer.call_off()
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        scores: list[Any] = self._trainer.score(sequences)
-        return scores
 
 
 def start_engine(arguments: argparse.Namespace, platform: Platform, folder: Path, dtype: str, key: str) -> EngineServer:
@@ -135,7 +111,7 @@ def measure(
         writer=writer,
     )
     sync = WeightSync(
-        OneRank(trainer, writer),  # type: ignore[arg-type]
+        trainer,
         [control],
         transport=transport,
         probe_prompts=PROMPTS,

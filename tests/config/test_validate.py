@@ -1,6 +1,5 @@
 """Every cross-check: a right configuration passes, and one wrong setting gives the one sentence that names it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,10 @@ import pytest
 
 from vime.config import (
     AlgoConfig,
-    CheckpointConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     EvalConfig,
     RewardConfig,
-    RolloutConfig,
     TrainConfig,
 )
 from vime.config.validate import Facts, validate
@@ -29,19 +25,6 @@ SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_query_groups": 2, "voca
 
 async def reward(config: object, sample: object) -> float:
     return 1.0
-
-
-@pytest.fixture
-def right(tmp_path: Path) -> Config:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
-    return Config(
-        checkpoint=CheckpointConfig(hf_checkpoint="model"),
-        data=DataConfig(prompt_data=[str(prompts)], label_key="label"),
-        rollout=RolloutConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=8),
-        reward=RewardConfig(rm_type="exact_match"),
-        megatron={"lr": 1e-6},
-    )
 
 
 def problems(config: Config, **facts: Any) -> list[str]:

@@ -1,27 +1,13 @@
 """The algorithm's cross-checks: what a name stands for, and what does not go together."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.config.test_validate import changed, problems
-from vime.config import AlgoConfig, CheckpointConfig, Config, DataConfig, RewardConfig, RolloutConfig
+from vime.config import AlgoConfig, Config
 from vime.config.estimators import kl_type, loss_agg_mode, needs_reference, pg_loss_type, whitens
-
-
-@pytest.fixture
-def right(tmp_path: Path) -> Config:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
-    return Config(
-        checkpoint=CheckpointConfig(hf_checkpoint="model"),
-        data=DataConfig(prompt_data=[str(prompts)], label_key="label"),
-        rollout=RolloutConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=8),
-        reward=RewardConfig(rm_type="exact_match"),
-        megatron={"lr": 1e-6},
-    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.gathered_state import is_shared
-from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.model import Policy, single_optimizers
 from vime.trainer.megatron.own_state import OPTIMIZER_STATE, OwnState, merged_in_place
 from vime.trainer.megatron.saving import Save
 from vime.trainer.megatron.stored_tensors import StoredTensors
@@ -55,8 +55,7 @@ def begin_save(
         add_prefix_for_sharding(state["critic"], CRITIC)
         state["has_critic"] = True
     # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
-    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    is_copy = policy.has_distributed_optimizer and all(map(is_shared, parts))
+    is_copy = policy.has_distributed_optimizer and all(map(is_shared, single_optimizers(policy.optimizer)))
     fresh = (OPTIMIZER_STATE, CRITIC + OPTIMIZER_STATE) if is_copy else ()
     return Save(state, path, in_background=in_background, fresh_prefix=fresh)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from vime.config.hf_weights import read_weights
 from vime.models import ModelSettings, NameMap
 from vime.models.value_head import STORED, CriticNames, untied
-from vime.trainer.megatron import hf_io, parallel
-from vime.trainer.megatron.layers import block_spec, take_rows
+from vime.trainer.megatron import hf_io
+from vime.trainer.megatron.layers import take_rows
+from vime.trainer.megatron.model import gpt_arguments
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.safetensors_io import SafetensorsFolder
 from vime.trainer.megatron.settings import MegatronSettings
@@ -47,17 +48,9 @@ class CriticModel(GPTModel):  # type: ignore[misc]
     """
 
     def __init__(self, model: ModelSettings, settings: MegatronSettings, *, chunk: int = 0) -> None:
-        vp_stage = chunk if parallel.num_virtual_stages() > 1 else None
         super().__init__(
-            settings.transformer,
-            block_spec(settings.transformer, vp_stage),
-            settings.padded_vocab_size,
-            model.max_position_embeddings,
-            pre_process=parallel.is_first_stage(chunk),
-            post_process=parallel.is_last_stage(chunk),
-            position_embedding_type="none",
+            **gpt_arguments(model, settings, chunk),
             share_embeddings_and_output_weights=False,
-            vp_stage=vp_stage,
         )
         if self.post_process:
             # megatron-core's checkpoints expect this name of a last layer.

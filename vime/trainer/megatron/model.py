@@ -29,11 +29,35 @@ from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.settings import MegatronSettings
 
 
+def gpt_arguments(model: ModelSettings, settings: MegatronSettings, chunk: int) -> dict[str, Any]:
+    """What a GPTModel is made of, but for the tie of embedding and head.
+
+    Positions come with the micro-batch (RoPE is applied in attention), so GPTModel builds none.
+
+    Args: chunk: number of this rank's virtual stage.
+    """
+    vp_stage = chunk if parallel.num_virtual_stages() > 1 else None
+    return {
+        "config": settings.transformer,
+        "transformer_layer_spec": block_spec(settings.transformer, vp_stage),
+        "vocab_size": settings.padded_vocab_size,
+        "max_sequence_length": model.max_position_embeddings,
+        "pre_process": parallel.is_first_stage(chunk),
+        "post_process": parallel.is_last_stage(chunk),
+        "position_embedding_type": "none",
+        "vp_stage": vp_stage,
+    }
+
+
+def single_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron chained, one for the dense parameters and one for the experts', or the only one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose forward gives log-probs of the wanted tokens, never logits of all of them.
 
-    A stage before the last gives its hidden states. Positions come with the micro-batch (RoPE is applied in attention),
-    so GPTModel builds none. Set `entropy_grad` when the entropy is part of the loss.
+    A stage before the last gives its hidden states. Set `entropy_grad` when the entropy is part of the loss.
 
     Args: chunk: number of this rank's virtual stage.
     """
@@ -41,17 +65,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def __init__(
         self, model: ModelSettings, settings: MegatronSettings, *, chunk_size: int | None, chunk: int = 0
     ) -> None:
-        vp_stage = chunk if parallel.num_virtual_stages() > 1 else None
         super().__init__(
-            settings.transformer,
-            block_spec(settings.transformer, vp_stage),
-            settings.padded_vocab_size,
-            model.max_position_embeddings,
-            pre_process=parallel.is_first_stage(chunk),
-            post_process=parallel.is_last_stage(chunk),
-            position_embedding_type="none",
+            **gpt_arguments(model, settings, chunk),
             share_embeddings_and_output_weights=model.tie_word_embeddings,
-            vp_stage=vp_stage,
         )
         local_rows = settings.padded_vocab_size // parallel.tp_size()
         fused = torch.device(torch.cuda.current_device()).type == "cuda"
@@ -122,7 +138,7 @@ class Policy:
 
     def optimizer_tensors(self) -> list[Tensor]:
         """The state of the torch optimizers that Megatron's wraps: moments, step counts, and further master weights."""
-        wrapped = [o.optimizer for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        wrapped = [o.optimizer for o in single_optimizers(self.optimizer)]
         # One that works on the host keeps the masters of what stays on the device to itself.
         inner = [sub for o in wrapped for sub in getattr(o, "sub_optimizers", [])]
         masters = [p for sub in inner for group in sub.param_groups for p in group["params"]]

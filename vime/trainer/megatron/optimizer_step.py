@@ -19,7 +19,7 @@ from torch import Tensor
 from vime.errors import TrainingError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.forward import ZERO_TOKENS, run_schedule
-from vime.trainer.megatron.model import Policy
+from vime.trainer.megatron.model import Policy, single_optimizers
 from vime.trainer.megatron.packing import MicroBatch
 
 LossOf: TypeAlias = Callable[[Any, MicroBatch], tuple[Tensor, Tensor]]
@@ -145,7 +145,7 @@ def _update(policy: Policy, where: str, blame: _Blame) -> float:
     if not math.isfinite(norm):  # on all ranks: the norm is of all their gradients
         raise TrainingError(f"the gradient norm is {norm}, {where}; no update was made. {blame.advice}")
     if (limit := optimizer.config.clip_grad) > 0.0:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have one of their own
+        for part in single_optimizers(optimizer):  # experts have one of their own
             if parameters := part.get_parameters():
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)

@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from vime.trainer.megatron.gathered_state import KEYS
+from vime.trainer.megatron.model import single_optimizers
 from vime.trainer.megatron.stored_tensors import PIECE, Box, StoredTensors
 
 OPTIMIZER_STATE = "optimizer.state."
@@ -76,7 +77,7 @@ class OwnState:
         entries = {entry.data: entry for entry in nested_values(models)}
         self._parts = [
             part
-            for chained in getattr(optimizer, "chained_optimizers", [optimizer])
+            for chained in single_optimizers(optimizer)
             for parameter, place in _owned(chained)
             for part in _parts(chained, parameter, place, entries[parameter])
         ]
