@@ -232,6 +232,36 @@ VALUES, RETURNS = "values", "returns"
 """[T] columns of `TrainBatch.extra`, of a critic: the value before each token when training on the rollout began, and
 what the critic is trained towards."""
 
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that the engine routed a batch's tokens to: of each sample, those of its first tokens.
+
+    N rows; L decoder layers of the model, as the engine counts them; k experts that a token goes to.
+    """
+
+    rows: npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+    """[N, L, k] rows of tokens, sample after sample. Those of a layer without experts are zeros and never read."""
+    known: npt.NDArray[np.int64]
+    """[B] of each sample, how many of its tokens have rows, from the first on. The others are routed freely."""
+
+    def __post_init__(self) -> None:
+        if self.rows.ndim != 3 or self.rows.dtype not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"RoutedExperts.rows has shape {self.rows.shape} and dtype {self.rows.dtype}, expected [tokens, "
+                "layers, top_k] of uint8 or uint16"
+            )
+        if self.known.ndim != 1 or (self.known < 0).any() or self.known.sum() != len(self.rows):
+            raise ValueError(
+                f"RoutedExperts.known counts {self.known.sum()} tokens, but there are {len(self.rows)} rows"
+            )
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[B + 1] where each sample's rows begin; the last is N."""
+        return np.concatenate([[0], np.cumsum(self.known)]).astype(np.int64)
+
+
 # One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
 StepPlan: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -274,6 +304,8 @@ class TrainBatch:
     is_older: bool = False
     """An earlier version of the policy than the trainer's sampled all tokens under mask 1; then the old log-probs are
     `rollout_log_probs`."""
+    routed_experts: RoutedExperts | None = None
+    """What --use-rollout-routing-replay has the trainer replay; None: experts are chosen by the trainer's router."""
 
     def __post_init__(self) -> None:
         b, t = len(self.cu_seqlens) - 1, int(self.cu_seqlens[-1])
@@ -283,6 +315,11 @@ class TrainBatch:
         for name in ("advantages", "rewards", "group_ids", "trajectory_ids", "truncated"):
             if getattr(self, name).shape != (b,):
                 raise ValueError(f"TrainBatch.{name} has shape {getattr(self, name).shape}, expected ({b},)")
+        if (routed := self.routed_experts) is not None:
+            if routed.known.shape != (b,):
+                raise ValueError(f"TrainBatch.routed_experts is of {len(routed.known)} samples, expected {b}")
+            for i in np.flatnonzero(routed.known > self.lengths)[:1]:
+                raise ValueError(f"sample {i} has {self.lengths[i]} tokens, but routed experts of {routed.known[i]}")
         for k, step in enumerate(self.steps):
             counts = {len(rank) for rank in step}
             if len(counts) != 1:
