@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from vime.algo.mismatch import log_prob_abs_diff
+from vime.algo.mismatch import log_prob_abs_diff, ratio_figures
 
 ON = np.ones(4, np.uint8)
 
@@ -41,3 +41,33 @@ def test_wrong_shapes_are_refused():
         log_prob_abs_diff(np.zeros(4), np.zeros(3), ON, np.zeros(4, int), 1)
     with pytest.raises(ValueError, match="n_global is 0"):
         log_prob_abs_diff(np.zeros(4), np.zeros(4), ON, np.zeros(4, int), 0)
+
+
+def test_figures_of_the_ratio_by_hand():
+    # Ratios 1/2, 3/2 of one sample, 1 of another that is masked in part.
+    train = np.log([0.25, 0.75, 0.5, math.nan])
+    figures = ratio_figures(
+        train, np.log([0.5] * 4), [1, 1, 1, 0] * ON, np.array([0, 0, 1, 1]), np.array([5, 5, 6, 6]), 2
+    )
+    k3 = [-0.5 - math.log(0.5), 0.5 - math.log(1.5), 0]
+    assert figures.k3_kl == pytest.approx(((k3[0] + k3[1]) / 2 + k3[2]) / 2)
+    assert figures.ratio == pytest.approx(1)
+    assert figures.ess == pytest.approx(3**2 / (3 * (0.25 + 2.25 + 1)))
+    assert figures.sequence_ess == pytest.approx((0.75 + 1) ** 2 / (2 * (0.75**2 + 1)))
+
+
+def test_the_ratio_is_1_and_k3_the_kl_in_expectation():
+    q, p = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    tokens = np.repeat([0, 1, 2], [50, 30, 20])  # as often as the engine samples them
+    got = ratio_figures(np.log(p)[tokens], np.log(q)[tokens], np.ones(100), np.zeros(100), np.zeros(100), 1)
+    assert got.ratio == pytest.approx(1)
+    assert got.k3_kl == pytest.approx((q * np.log(q / p)).sum())
+    assert got.ess == pytest.approx(1 / (p * p / q).sum())
+
+
+def test_equal_policies_waste_no_sample_and_far_ones_stay_finite():
+    same = ratio_figures(-ON.astype(float), -ON.astype(float), ON, ON, np.arange(4), 1)
+    assert same == (0, 1, 1, 1)
+    far = ratio_figures(np.array([-1.0, -2, -1, -1]), np.array([-2000.0, -1, -1, -1]), ON, ON, np.arange(4), 1)
+    assert np.isfinite(far).all() and far.ess == far.sequence_ess == pytest.approx(1 / 4)
+    assert np.isnan(ratio_figures(ON, ON, ON * 0, ON, ON, 1)).all()

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+_LARGEST = 300.0  # nats; exp of it, and a sum of such, are finite in float64
+
 
 class LogProbDiff(NamedTuple):
     """Nats. `mean` over tokens inside each trajectory, then over trajectories; `p99` and `max` over all tokens."""
@@ -68,3 +70,52 @@ def log_prob_abs_diff(
     diff = np.abs(train_log_probs.astype(np.float64) - rollout_log_probs.astype(np.float64))
     mean = trajectory_mean(diff, mask, trajectory_index, n_global)
     return LogProbDiff(mean, float(np.percentile(diff[on], 99)), float(diff[on].max()))
+
+
+class RatioFigures(NamedTuple):
+    """Of r = exp(trainer log-prob - engine log-prob), the importance ratio."""
+
+    k3_kl: float
+    """Nats: r - 1 - ln r, an estimate of KL(engine || trainer); averaged as `LogProbDiff.mean`."""
+    ratio: float
+    """Averaged alike; 1 in expectation, whatever the two policies are."""
+    ess: float
+    """Effective sample size of the tokens, as a share of them: (sum r)^2 / (n sum r^2), from 1 / n to 1."""
+    sequence_ess: float
+    """The same of sequences, each with the product of its tokens' ratios."""
+
+
+def ratio_figures(
+    train_log_probs: npt.NDArray[Any],
+    rollout_log_probs: npt.NDArray[Any],
+    mask: npt.NDArray[Any],
+    trajectory_index: npt.NDArray[Any],
+    sequence_index: npt.NDArray[Any],
+    n_global: int,
+) -> RatioFigures:
+    """What the difference of trainer and engine does to importance sampling, over the tokens under mask 1.
+
+    Args: the columns and n_global as `log_prob_abs_diff` takes them; sequence_index: [T] int, equal for all tokens of
+        one sample.
+
+    Returns: the four figures, exact over all the tokens, in float64; NaN if no token is under mask 1.
+    Source: k3: J. Schulman, "Approximating KL divergence" (2020); effective sample size: A. Kong (1992).
+    """
+    on = mask != 0
+    if not on.any():
+        return RatioFigures(np.nan, np.nan, np.nan, np.nan)
+    d = np.where(on, train_log_probs.astype(np.float64) - rollout_log_probs.astype(np.float64), 0.0)
+    d = np.minimum(d, _LARGEST)
+    _, sequence = np.unique(sequence_index[on], return_inverse=True)
+    return RatioFigures(
+        k3_kl=trajectory_mean(np.expm1(d) - d, mask, trajectory_index, n_global),
+        ratio=trajectory_mean(np.exp(d), mask, trajectory_index, n_global),
+        ess=_effective_share(d[on]),
+        sequence_ess=_effective_share(np.bincount(sequence, weights=d[on]).astype(np.float64)),
+    )
+
+
+def _effective_share(log_weights: npt.NDArray[np.float64]) -> float:
+    """(sum w)^2 / (n sum w^2); it does not change when all weights are scaled, so the largest is made 1."""
+    w = np.exp(log_weights - log_weights.max())
+    return float(w.sum() ** 2 / (len(w) * (w**2).sum()))

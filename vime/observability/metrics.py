@@ -80,7 +80,11 @@ train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout, or since an earlier version sampled it
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
-train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens
+train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens, exact over the global batch
+train/train_rollout_k3_kl | nats | estimate of KL(engine, trainer) on the tokens the engine sampled: r - 1 - ln r with r = exp(trainer log-prob - engine log-prob), averaged as that difference is
+train/train_rollout_ratio | 1 | that r, averaged alike; 1 in expectation, whatever the two are, so another mean says that large ratios are rare and missed
+train/train_rollout_ess | ratio | effective sample size of importance sampling by tokens, as a share of them: (sum r)^2 / (n sum r^2)
+train/train_rollout_sequence_ess | ratio | the same by whole samples, with the product of their tokens' r: the share of the batch that is left to who corrects whole sequences
 train/grad_norm | 1 | norm of the gradient before clipping
 train/critic-value_loss | loss | loss of the critic that was minimised: clipped squared error (trajectory mean) times --value-loss-coef
 train/critic-value_clipfrac | ratio | tokens whose clipped error was the larger one, so that they had no gradient (trajectory mean)

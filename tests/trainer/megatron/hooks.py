@@ -74,6 +74,12 @@ def mask_first_sample(config, rollout_id, batch):
     return replace(batch, loss_mask=mask)
 
 
+def mask_first_sample_and_weigh(config, rollout_id, batch):
+    """The same with loss weights of its own, twice those of the tokens left."""
+    masked = mask_first_sample(config, rollout_id, batch)
+    return replace(masked, loss_weights=2 * masked.loss_weights * masked.loss_mask)
+
+
 def unmask_prompts(config, rollout_id, batch):
     mask = np.ones_like(batch.loss_mask)
     mask[batch.cu_seqlens[:-1]] = 0

@@ -9,7 +9,7 @@ import torch
 from tests.trainer.megatron.test_trainer import LENGTHS, weights_of
 from vime.config import AlgoConfig, LogConfig, RolloutConfig, TrainConfig
 from vime.errors import HookError
-from vime.types import PG_WEIGHTS, TOKEN_ADVANTAGES
+from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES
 
 HOOKS = "tests.trainer.megatron.hooks"
 
@@ -96,6 +96,12 @@ def test_a_batch_may_be_changed_before_it_is_trained_on(model_folder, make_train
     weighed = replace(batch, extra={PG_WEIGHTS: batch.loss_weights})
     with pytest.raises(HookError, match=r"changed loss_mask, but left extra\['pg_loss_weights'\]"):
         make_trainer(folder, **paths(rollout_data_postprocess_path="mask_first_sample")).train(weighed)
+    with pytest.raises(HookError, match=r"changed loss_mask, but left extra\['pg_loss_weights'\]"):
+        make_trainer(folder, **paths(rollout_data_postprocess_path="mask_first_sample_and_weigh")).train(weighed)
+    metrics = replace(batch, extra={METRIC_WEIGHTS: batch.loss_weights})
+    got = make_trainer(folder, **paths(rollout_data_postprocess_path="mask_first_sample_and_weigh")).train(metrics)
+    assert got["train/pg_loss"] == pytest.approx(2 * want["train/pg_loss"], rel=1e-6)
+    assert got["train/ratio"] == pytest.approx(7 / 8)  # of the tokens that are left
     for name, words in (
         ("unmask_prompts", "put tokens under mask 1 that were under mask 0"),
         ("other_tokens", "changed tokens, on which the plan of the step rests"),

@@ -74,6 +74,23 @@ def test_the_second_step_compares_with_the_policy_before_the_first(model_folder,
         assert low + high == pytest.approx(both["train/pg_clipfrac"], abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_the_unbiased_kl_has_each_tokens_own_ratio(model_folder, make_trainer, make_batch, kind):
+    """DeepSeek-V3.2, eq. 7. What an older version sampled has a ratio in the first step already."""
+    folder, _ = model_folder()
+    other, _ = model_folder(seed=9)
+    algo = AlgoConfig(pg_loss_type=kind, use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True)
+    batch = make_batch(LENGTHS)
+    reference = make_trainer(other).log_probs(batch).astype(np.float64)
+    trainer = make_trainer(folder, algo=algo, checkpoint=CheckpointConfig(ref_load=str(other)))
+    now = trainer.log_probs(batch).astype(np.float64)
+    on = batch.loss_mask == 1
+    d, ratio = (now - reference)[on], np.exp((now - batch.rollout_log_probs)[on])
+    want = (batch.loss_weights[on] * ratio * (np.exp(-d) - 1 + d)).sum()
+    got = trainer.train(replace(batch, is_older=True))
+    assert got["train/kl_loss"] == pytest.approx(want, rel=1e-4)
+
+
 SETTINGS = {
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.01),
     "cispo": dict(advantage_estimator="cispo", eps_clip=0.01),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vime.algo.mismatch import log_prob_abs_diff, trajectory_mean
+from vime.algo.mismatch import log_prob_abs_diff, ratio_figures, trajectory_mean
 from vime.types import Metrics, TrainBatch
 
 
@@ -28,5 +28,15 @@ def agreement_metrics(
         for name, column in columns.items()
         if column is not None
     }
-    name = "train/train_rollout_logprob_abs_diff"
-    return means | {name: diff.mean, f"{name}_p99": diff.p99, f"{name}_max": diff.max}
+    samples = np.repeat(np.arange(batch.num_samples), batch.lengths)
+    figures = ratio_figures(old, batch.rollout_log_probs, mask, trajectories, samples, num)
+    both = "train/train_rollout"
+    return means | {
+        f"{both}_logprob_abs_diff": diff.mean,
+        f"{both}_logprob_abs_diff_p99": diff.p99,
+        f"{both}_logprob_abs_diff_max": diff.max,
+        f"{both}_k3_kl": figures.k3_kl,
+        f"{both}_ratio": figures.ratio,
+        f"{both}_ess": figures.ess,
+        f"{both}_sequence_ess": figures.sequence_ess,
+    }

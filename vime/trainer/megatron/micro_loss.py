@@ -89,7 +89,6 @@ def micro_loss(
     old = detached if columns.old_log_probs is None else read.tokens(columns.old_log_probs)
     logged: dict[str, Tensor] = {}
     own: Mapping[str, float] = {}
-    log_ratio = log_probs - old
     if own_loss is not None:
         main, own = own_loss(_loss_inputs(log_probs, entropy, old, columns, read))
         if not len(micro.wanted):
@@ -97,16 +96,16 @@ def micro_loss(
     elif algo.loss_type == "sft_loss":
         main = -(weights * log_probs).sum()
     else:
-        if pg_loss_type(algo) == "gspo":
-            log_ratio = read.sequences().mean(log_ratio)
-        token_loss, logged = _policy_loss(log_probs, old, log_ratio, read, algo)
+        token_loss, logged = _policy_loss(log_probs, old, read, algo)
         main = (read.tokens(batch.extra.get(PG_WEIGHTS, batch.loss_weights)) * token_loss).sum()
     if own_loss is not None or algo.loss_type == "policy_loss":
         logged["ppo_kl"] = old - detached
     loss = main
     if columns.ref_log_probs is not None and algo.use_kl_loss:
         reference = read.tokens(columns.ref_log_probs)
-        kl = kl_estimate(log_probs, reference, kl_type(algo), log_ratio=log_ratio if algo.use_unbiased_kl else None)
+        # The token's own ratio also with gspo: the mean over its sequence is no importance weight of this token.
+        log_ratio = log_probs - old if algo.use_unbiased_kl else None
+        kl = kl_estimate(log_probs, reference, kl_type(algo), log_ratio=log_ratio)
         loss = loss + algo.kl_loss_coef * (weights * kl).sum()
         logged["kl_loss"] = kl
     logged["entropy_loss"] = entropy
@@ -119,9 +118,7 @@ def micro_loss(
     return MicroLoss(loss, torch.stack([sums.get(name, zero) for name in names]), detached, micro.wanted, own)
 
 
-def _policy_loss(
-    log_probs: Tensor, old: Tensor, log_ratio: Tensor, read: _Reader, algo: AlgoConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _policy_loss(log_probs: Tensor, old: Tensor, read: _Reader, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """[P] the policy loss of each token, differentiable, and what is logged of each."""
     advantages = read.advantages()
     result: PolicyLoss
@@ -130,9 +127,10 @@ def _policy_loss(
             result = cispo_loss(log_probs, old, advantages, eps_clip=algo.eps_clip, eps_clip_high=algo.eps_clip_high)
         case "reinforce":
             result = reinforce_loss(log_probs, old, advantages)
-        case _:
+        case kind:
+            log_ratio = log_probs - old
             result = clipped_loss(
-                log_ratio,
+                read.sequences().mean(log_ratio) if kind == "gspo" else log_ratio,
                 advantages,
                 eps_clip=algo.eps_clip,
                 eps_clip_high=algo.eps_clip_high,

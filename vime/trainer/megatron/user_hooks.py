@@ -184,17 +184,19 @@ def _checked_batch(function: UserFunction, before: TrainBatch, after: Any, confi
         raise function.broken("changed the plan of the optimizer steps")
     if np.any(after.loss_mask > before.loss_mask):
         raise function.broken("put tokens under mask 1 that were under mask 0; nobody sampled them")
-    if np.array_equal(after.loss_mask, before.loss_mask) or after.loss_weights is not before.loss_weights:
+    if np.array_equal(after.loss_mask, before.loss_mask):
         return after
     if (own := after.extra.get(PG_WEIGHTS)) is not None and own is before.extra.get(PG_WEIGHTS):
         raise function.broken(
             f"changed loss_mask, but left extra[{PG_WEIGHTS!r}], which --custom-pg-loss-reducer-function-path made for "
             "the mask before; give both"
         )
-    return _reweighted(after, config)
+    fitting = reweighted(after, config)
+    given = after.loss_weights is not before.loss_weights
+    return replace(fitting, loss_weights=after.loss_weights) if given else fitting
 
 
-def _reweighted(batch: TrainBatch, config: Config) -> TrainBatch:
+def reweighted(batch: TrainBatch, config: Config) -> TrainBatch:
     """The batch with the weights that fit its mask."""
     algo, mask, cu = config.algo, batch.loss_mask, batch.cu_seqlens
     weights = aggregation_weights(
