@@ -1,38 +1,76 @@
 """Does every advantage estimator learn? The quickstart's task, from one warmed-up checkpoint, on a CPU.
 
-    python -m benchmarks.algorithms [--quick] [--only grpo gspo] [--seeds 0 1 2] [--out runs/algorithms]
+    python -m benchmarks.algorithms [--quick] [--only grpo gspo] [--seeds 0 1 2] [--resume] [--out runs/algorithms]
 
-Trains each estimator, and some variants, with the same budget, by `train.py` on one engine that outlives the runs.
-Writes table.md, results.json and curves.png under --out, and exits with 0 only if every row is there and learned.
---quick trains each estimator briefly with one seed, in less than ten minutes altogether on two free cores.
+Trains each estimator, and some variants, with the same budget by `train.py`: two runs at a time, each on cores of its
+own, with an engine that outlives the runs. A control with rewards that mean nothing must not learn. Writes
+results.json after each run, table.md and curves.png under --out, and exits with 0 only if every row is there and
+learned. --quick trains each estimator briefly with one seed, in less than ten minutes altogether on two free cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.algorithms import report
-from benchmarks.algorithms.settings import flags_of, rows
+from benchmarks.algorithms import report, settings
+from benchmarks.algorithms.lanes import ROOT, LaneFailed, Lanes
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
-QUICK = ("--num-rollout", "24", "--eval-interval", "24", "--rollout-batch-size", "64", "--lr", "4e-4")
-FULL = ("--num-rollout", "120", "--eval-interval", "10")
-MIN_GAIN = {True: 0.05, False: 0.25}
 
 
 def main() -> int:
     """Returns the exit code."""
+    options, names = _options()
+    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    say(f"{len(names)} rows, seeds {seeds}, in {out}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what it started, as with ctrl-C
+    record = report.Record(out, resume=options.resume, note=options.note, lanes=options.lanes)
+    data = _problems(out)
+    model = _model(out)
+    try:
+        with Lanes(options.lanes, model, out) as lanes:
+            warm = options.warm_model or warmed_up(lanes, model, data / "train.jsonl", out)
+            budget = settings.QUICK if options.quick else settings.FULL
+            longest_first = sorted(
+                names, key=lambda name: name not in settings.LONGEST
+            )  # so that no lane waits for one
+            jobs: list[Callable[[Sequence[str]], None]] = []
+            for seed, name in itertools.product(seeds, longest_first):
+                flags = [*budget, *settings.flags_of(name)]
+                if not record.has(name, seed, flags, warm):
+                    jobs.append(partial(trained, lanes, record, name, seed, flags, warm, data, out))
+            lanes.do(jobs)
+    except LaneFailed as error:
+        say(str(error))
+        return 1
+    runs = record.runs_of(names, seeds)
+    text = report.table(names, runs)
+    (out / "table.md").write_text(text, encoding="utf-8")
+    report.plot(names, runs, out / "curves.png")
+    print(text, flush=True)
+    problems = report.failures(names, runs, len(seeds), settings.MIN_GAIN[options.quick])
+    for problem in problems:
+        say(problem)
+    say(f"table, results and plot are in {out}" + ("" if problems else "; every row learned"))
+    return 1 if problems else 0
+
+
+def _options() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and the rows it asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.algorithms",
         description=__doc__,
@@ -41,136 +79,105 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, no variants")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, with --quick 0")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that results.json under --out has")
+    parser.add_argument("--lanes", type=int, help="runs at a time; default: 2, on one core 1")
     parser.add_argument("--warm-model", type=Path, help="start from this checkpoint; default: one is made")
+    parser.add_argument("--note", default="", help="put into results.json, such as who else used the machine")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "algorithms")
     options = parser.parse_args()
-    table = rows(with_variants=not options.quick)
-    if unknown := sorted(set(options.only or ()) - table.keys()):
+    if options.lanes is None:
+        options.lanes = min(2, len(os.sched_getaffinity(0)))
+    if options.lanes < 1:
+        parser.error(f"--lanes {options.lanes}: at least 1")
+    table = settings.rows(with_variants=not options.quick)
+    if unknown := sorted(set(options.only or ()) - set(table)):
         parser.error(f"--only {' '.join(unknown)}: the rows are {', '.join(table)}")
-    names = options.only or list(table)
-    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    say(f"{len(names)} rows, seeds {seeds}, in {out}")
-    train_data, heldout = _problems(out)
-    warm = options.warm_model or warmed_up(out, train_data)
-    runs: list[report.Run] = []
-    with engine(warm, out) as where:
-        for seed in seeds:
-            for name in names:
-                task = ("--prompt-data", str(train_data), "--eval-prompt-data", "heldout", str(heldout))
-                budget = QUICK if options.quick else FULL
-                run = trained(name, seed, out, warm, [*task, *where, *budget, *flags_of(table[name])])
-                runs += [run] if run else []
-    text = report.table(names, runs)
-    (out / "table.md").write_text(text, encoding="utf-8")
-    (out / "results.json").write_text(json.dumps(report.as_json(runs), indent=1) + "\n", encoding="utf-8")
-    report.plot(names, runs, out / "curves.png")
-    print(text, flush=True)
-    problems = report.failures(names, runs, len(seeds), MIN_GAIN[options.quick])
-    for problem in problems:
-        say(problem)
-    say(f"table, results and plot are in {out}" + ("" if problems else "; every row learned"))
-    return 1 if problems else 0
+    return options, [name for name in table if options.only is None or name in options.only]
 
 
-def trained(name: str, seed: int, out: Path, warm: Path, flags: Sequence[str]) -> report.Run | None:
-    """One run of one row; None if it failed, with its words in train.log."""
-    folder = out / f"{name.replace(' ', '_').replace(',', '')}-{seed}"
+def trained(
+    lanes: Lanes,
+    record: report.Record,
+    name: str,
+    seed: int,
+    flags: Sequence[str],
+    warm: Path,
+    data: Path,
+    out: Path,
+    engine: Sequence[str],
+) -> None:
+    """One run of one row, recorded; one that failed is said, with its words in train.log.
+
+    Args:
+        flags: of the row and the budget.
+        data: folder of the problems.
+        engine: the flags that lead to the engine.
+    """
+    folder = out / f"{name.replace(' ', '_').replace(',', '').replace(':', '')}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    log = folder / "train.log"
     started = time.monotonic()
-    code = train(
+    code = lanes.train(
         *("--config", str(QUICKSTART / "grpo.yaml"), "--hf-checkpoint", str(warm), "--run-dir", str(folder)),
+        *("--prompt-data", str(data / "train.jsonl"), "--eval-config", str(data / "heldout.yaml")),
         *("--seed", str(seed), "--rollout-seed", str(seed), "--no-save-rollouts", "--weight-probe-interval", "0"),
+        *engine,
         *flags,
-        log=folder / "train.log",
+        log=log,
     )
-    seconds = time.monotonic() - started
     if code:
-        say(f"{name}, seed {seed}: ended with exit code {code}; see {folder / 'train.log'}")
-        return None
-    run = report.read_run(name, seed, folder, seconds)
-    say(f"{name}, seed {seed}: {run.before:.3f} -> {run.after:.3f} in {seconds:.0f} s")
-    return run
+        say(f"{name}, seed {seed}: ended with exit code {code}; see {log}")
+        return
+    run = report.read_run(name, seed, folder, time.monotonic() - started)
+    record.add(run, flags, warm)
+    say(f"{name}, seed {seed}: {run.before:.3f} -> {run.after:.3f} in {run.seconds:.0f} s")
 
 
-def warmed_up(out: Path, train_data: Path) -> Path:
+def warmed_up(lanes: Lanes, model: Path, train_data: Path, out: Path) -> Path:
     """The quickstart's model after its supervised warm-up; one that is there is taken."""
-    warm = out / "warm_model"
+    warm, log = out / "warm_model", out / "warmup.log"
     if (warm / "config.json").exists():
         say(f"starting from {warm}")
         return warm
     say("supervised warm-up")
-    model = out / "model"
-    subprocess.run(
-        [sys.executable, "-m", "vime.cli.main", "init-model", str(model), "--seed", "0"], cwd=ROOT, check=True
-    )
-    log = out / "warmup.log"
-    code = train(
+    shutil.rmtree(out / "warmup", ignore_errors=True)  # of a benchmark that was stopped
+    code = lanes.train(
         *("--config", str(QUICKSTART / "sft.yaml"), "--hf-checkpoint", str(model), "--prompt-data", str(train_data)),
         *("--run-dir", str(out / "warmup"), "--save-hf", str(warm), "--seed", "0", "--rollout-seed", "0"),
         log=log,
     )
     if code:
-        raise SystemExit(f"algorithms: the warm-up ended with exit code {code}; see {log}")
+        raise LaneFailed(f"the warm-up ended with exit code {code}; see {log}")
     return warm
 
 
-def train(*flags: str, log: Path) -> int:
-    """`train.py` with these flags; its exit code. What it says goes to a file."""
-    with log.open("wb") as words:
-        command = [sys.executable, "train.py", "--platform", "cpu", *flags]
-        return subprocess.run(
-            command, cwd=ROOT, env=_environment(), stdout=words, stderr=subprocess.STDOUT, check=False
-        ).returncode
+def _model(out: Path) -> Path:
+    """The quickstart's model before its warm-up."""
+    model = out / "model"
+    if not (model / "config.json").exists():
+        command = [sys.executable, "-m", "vime.cli.main", "init-model", str(model), "--seed", "0"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return model
 
 
-@contextmanager
-def engine(model: Path, out: Path) -> Iterator[list[str]]:
-    """`vime engine` serving the model's architecture to one run after the other; the flags that lead to it."""
-    key = out / "engine.key"
-    port = str(_free_port())
-    command = [
-        *(sys.executable, "-m", "vime.cli.main", "engine", "--hf-checkpoint", str(model), "--platform", "cpu"),
-        *("--port", port, "--key-file", str(key), "--log-file", str(out / "engine.log")),
-        *("--rollout-max-context-len", "16"),
-    ]
-    server = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        while b"ready" not in (line := server.stdout.readline()):
-            if not line:
-                raise SystemExit(f"algorithms: the engine did not start; see {out / 'engine.log'}")
-        yield [
-            *("--rollout-external-engine-addrs", f"127.0.0.1:{port}", "--rollout-external-engine-key-file", str(key)),
-        ]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-
-
-def _free_port() -> int:
-    from vime.engine.vllm.processes import free_port
-
-    return free_port()
-
-
-def _problems(out: Path) -> tuple[Path, Path]:
+def _problems(out: Path) -> Path:
+    """The folder of train.jsonl, heldout.jsonl, and heldout.yaml, which scores it whatever a row's rewards are."""
     sys.path.insert(0, str(QUICKSTART))
     from problems import write_problems
 
-    train_data, heldout = write_problems(out / "data", seed=0)
-    return train_data, heldout
+    _, heldout = write_problems(out / "data", seed=0)
+    sets = {"eval": {"datasets": [{"name": report.SET, "path": str(heldout), "rm_type": "exact_match"}]}}
+    (out / "data" / "heldout.yaml").write_text(json.dumps(sets), encoding="utf-8")  # JSON is YAML
+    return out / "data"
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+_SAYING = threading.Lock()
 
 
 def say(text: str) -> None:
-    print(f"algorithms: {text}", flush=True)
+    with _SAYING:
+        print(f"algorithms: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each row of the table is trained with, beside the quickstart's recipe."""
+"""What each row of the table is trained with, beside the quickstart's recipe, and the budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from vime.config.estimators import ESTIMATORS
 
+QUICK = ("--num-rollout", "24", "--eval-interval", "24", "--rollout-batch-size", "64", "--lr", "4e-4")
+FULL = ("--num-rollout", "80", "--eval-interval", "10", "--rollout-batch-size", "64", "--lr", "4e-4")
+MIN_GAIN = {True: 0.05, False: 0.2}
+"""By `quick`: what accuracy must gain at least. Every row has done better; the control must not reach it."""
+
 # What an estimator's paper sets otherwise, and what it needs at all.
 FLAGS: Mapping[str, Sequence[str]] = {
     "gspo": ("--eps-clip", "3e-3", "--eps-clip-high", "4e-3"),  # of sequences; wider than the paper's: steps are larger
     "cispo": ("--eps-clip", "1", "--eps-clip-high", "4"),
+    "ppo": (
+        *("--critic-lr", "5e-4", "--num-critic-only-steps", "4", "--value-clip", "0.5"),
+        *("--lambd", "1", "--normalize-advantages"),
+    ),
 }
 # Rows that are no estimator of their own.
 VARIANTS: Mapping[str, Sequence[str]] = {
@@ -19,6 +28,10 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "grpo, KL in the loss": ("--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", "1e-3"),
     "reinforce_plus_plus, KL in the reward": ("--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "1e-3"),
 }
+LONGEST = ("ppo",)
+"""Rows whose steps take much longer than the others'."""
+CONTROL = "control: rewards by chance"
+"""A row that must not learn: grpo with a reward that does not look at the question."""
 
 
 def rows(*, with_variants: bool) -> dict[str, list[str]]:
@@ -26,10 +39,10 @@ def rows(*, with_variants: bool) -> dict[str, list[str]]:
     table = {name: ["--advantage-estimator", name, *FLAGS.get(name, ())] for name in ESTIMATORS}
     if with_variants:
         table |= {name: list(flags) for name, flags in VARIANTS.items()}
-    return table
+    return table | {CONTROL: ["--advantage-estimator", "grpo", "--rm-type", "random"]}
 
 
-def flags_of(row: Sequence[str]) -> list[str]:
+def flags_of(name: str) -> list[str]:
     """All flags of a row beside the recipe's: two optimizer steps a rollout, so that a ratio may leave 1."""
-    steps = [] if "--num-steps-per-rollout" in row else ["--num-steps-per-rollout", "2"]
-    return [*row, *steps]
+    row = rows(with_variants=True)[name]
+    return [*row, *([] if "--num-steps-per-rollout" in row else ["--num-steps-per-rollout", "2"])]
