@@ -1,4 +1,4 @@
-"""Columns that the trainer takes are of one batch."""
+"""Columns that the trainer takes are of one batch; rows of experts are of their sample's tokens."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from vime.types import RoutedExperts, TrainBatch
+from vime.types import RoutedExperts, RoutedRows, Sample, TrainBatch
 
 
 def routed(known: list[int], rows: int | None = None, dtype: npt.DTypeLike = np.uint8) -> RoutedExperts:
@@ -54,3 +54,50 @@ def test_routed_experts_are_pickled_out_of_band_so_that_processes_of_a_node_shar
     data = pickle.dumps(batch([40_000], routed([39_999])), protocol=5, buffer_callback=buffers.append)
     assert len(data) < 2_000
     assert 39_999 * 3 * 2 in [len(b.raw()) for b in buffers]
+
+
+def rows(start: int, stop: int, mark: int = 0, dtype: npt.DTypeLike = np.uint8) -> RoutedRows:
+    """[[token, mark]] of tokens start to stop - 1."""
+    return RoutedRows(start, np.array([[[t, mark]] for t in range(start, stop)], dtype).reshape(-1, 1, 2))
+
+
+def sampled() -> Sample:
+    """Three prompt tokens and two sampled ones, with rows of all but the last."""
+    sample = Sample(tokens=(1, 2, 3))
+    sample.append_response([4, 5], [-1.0, -1.0], routed_experts=rows(0, 4, mark=1))
+    return sample
+
+
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_rows_join_behind_those_that_are_known(start: int) -> None:
+    sample = sampled()
+    sample.append_response([6], trainable=False)  # a tool's; its row comes with the next request
+    assert sample.num_routed == 4
+    sample.append_response([7, 8], [-1.0, -1.0], routed_experts=rows(start, 7, mark=2))
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0].tolist() == [[0, 1], [1, 1], [2, 1], [3, 1], [4, 2], [5, 2], [6, 2]]
+    assert not sample.routed_experts.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (rows(0, 4), "end at token 3, but the sample will have 6 tokens"),
+        (rows(0, 6), "end at token 5, but .* with rows up to token 4"),
+        (rows(5, 5), "begin at token 5, but they are known of the first 4 only"),
+        (rows(4, 5, dtype=np.uint16), r"uint16 \(1, 2\) cannot follow uint8 \(1, 2\)"),
+        (rows(4, 5, dtype=np.int64), "cannot follow"),
+    ],
+)
+def test_rows_of_other_tokens_are_refused_and_the_sample_stays_as_it_was(new: RoutedRows, message: str) -> None:
+    sample = sampled()
+    with pytest.raises(ValueError, match=message):
+        sample.append_response([6], [-1.0], routed_experts=new)
+    assert sample.tokens == (1, 2, 3, 4, 5) and sample.num_routed == 4
+
+
+def test_a_sample_takes_no_rows_but_small_whole_numbers() -> None:
+    with pytest.raises(ValueError, match="dtype int64, expected"):
+        Sample(tokens=(1, 2, 3)).append_response([4], [-1.0], routed_experts=rows(0, 3, dtype=np.int64))
+    with pytest.raises(ValueError, match="2 rows for 2 tokens"):
+        Sample(tokens=(1, 2), routed_experts=np.zeros((2, 1, 2), np.uint8))

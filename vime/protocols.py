@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vime.types import Group, Metrics, PolicyVersion, RolloutResult, Sample, TrainBatch, VersionSpan
+from vime.types import Group, Metrics, PolicyVersion, RolloutResult, RoutedRows, Sample, TrainBatch, VersionSpan
 from vime.wire import BucketMessage
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class GenerateRequest:
     sampling: SamplingParams
     session_id: str | None = None
     """Requests of one session go to one engine, so that its prefix cache helps."""
+    routed_experts_start: int | None = 0
+    """Where engines report the experts they used: the first token whose experts are wanted; None: of no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ class Completion:
     """"stop", "length" or "abort"."""
     weight_versions: tuple[VersionSpan, ...]
     """Spans relative to the first token here."""
-    routed_experts: npt.NDArray[Any] | None = None
+    routed_experts: RoutedRows | None = None
+    """Of the request's tokens and these; None where the engine reports none, or none were wanted."""
 
 
 @dataclass(frozen=True, slots=True)

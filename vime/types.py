@@ -39,6 +39,18 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedRows:
+    """Experts as an engine reports them: of the tokens of a request and its answer, from token `start` on.
+
+    The last token of an answer was not fed to the model and has no row.
+    """
+
+    start: int
+    rows: npt.NDArray[Any]
+    """[n, layers, top_k] uint8 or uint16; zeros where a layer has no experts."""
+
+
 _MAX_TOKEN = 2**31 - 1  # columns are int32
 
 # Fields that have one entry per response token, or count them; only `append_response` may change them.
@@ -71,7 +83,8 @@ class Sample:
     """The response is a given answer to imitate (SFT): its trainable tokens were not sampled, so a policy loss is an
     error on this sample."""
     routed_experts: npt.NDArray[Any] | None = None
-    """[len(tokens) - 1, layers, top_k] uint8 or uint16: the experts the engine used for each token."""
+    """[n, layers, top_k] uint8 or uint16: the experts that the engine used for each of the first n tokens, when it
+    first reported them; read-only. None: of no token are they known."""
     weight_versions: tuple[VersionSpan, ...] = ()
     """Which policy version sampled which response tokens; spans are ordered and do not overlap."""
     reward: float | dict[str, float] | None = None
@@ -98,6 +111,10 @@ class Sample:
         except (TypeError, OverflowError) as error:
             raise ValueError(f"tokens must be whole numbers and log-probs numbers: {error}") from error
         put(self, "weight_versions", tuple(self.weight_versions))
+        if self.routed_experts is not None:
+            rows = np.asarray(self.routed_experts).view()
+            rows.flags.writeable = False  # copies of a sample share them
+            put(self, "routed_experts", rows)
         self._check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,10 +146,20 @@ class Sample:
             if not end <= span.start < span.end <= r:
                 raise ValueError(f"weight_versions span {span} overlaps another or leaves the {r} response tokens")
             end = span.end
-        if self.routed_experts is not None and len(self.routed_experts) > max(len(self.tokens) - 1, 0):
+        if (rows := self.routed_experts) is None:
+            return
+        if rows.ndim != 3 or rows.dtype not in (np.uint8, np.uint16):
             raise ValueError(
-                f"routed_experts has {len(self.routed_experts)} rows for {len(self.tokens)} tokens (one less at most)"
+                f"routed_experts has shape {rows.shape} and dtype {rows.dtype}, expected [tokens, layers, top_k] of "
+                "uint8 or uint16"
             )
+        if len(rows) > max(len(self.tokens) - 1, 0):
+            raise ValueError(f"routed_experts has {len(rows)} rows for {len(self.tokens)} tokens (one less at most)")
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens, from the first on, whose experts are known: where a request's `routed_experts_start` may be."""
+        return 0 if self.routed_experts is None else len(self.routed_experts)
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -152,7 +179,7 @@ class Sample:
         trainable: bool = True,
         supervised: bool = False,
         version: PolicyVersion | Iterable[VersionSpan] | None = None,
-        routed_experts: npt.NDArray[Any] | None = None,
+        routed_experts: RoutedRows | None = None,
     ) -> None:
         """Append response tokens; the one way to lengthen a sample.
 
@@ -163,8 +190,10 @@ class Sample:
             supervised: the tokens are a given answer to be imitated: no log-probs, and the sample is marked for good;
                 sampled and supervised tokens never share a sample.
             version: the policy version that sampled them, or spans relative to the first new token.
-            routed_experts: replaces the rows known so far; at most one row per token but the last.
-        Raises: ValueError if a length is off or a trainable token has no finite log-prob. The sample is then unchanged.
+            routed_experts: of the sample's tokens with the new ones, up to the last but one, as a completion has them.
+                Rows of tokens that have one already are not looked at: it is that of the policy that sampled them.
+        Raises: ValueError if a length is off, rows are of other tokens or leave a gap, or a trainable token has no
+            finite log-prob. The sample is then unchanged.
         """
         n, r = len(token_ids), self.response_length
         if supervised and (log_probs is not None or not trainable):
@@ -187,11 +216,31 @@ class Sample:
                 *self.weight_versions,
                 *(VersionSpan(s.version, s.start + r, s.end + r) for s in version or ()),
             ),
-            routed_experts=self.routed_experts if routed_experts is None else routed_experts,
+            routed_experts=self.routed_experts if routed_experts is None else self._join(routed_experts, n),
             supervised=self.supervised or supervised,
         )
         for name in _ALIGNED:
             object.__setattr__(self, name, getattr(new, name))
+
+    def _join(self, new: RoutedRows, num_tokens: int) -> npt.NDArray[Any]:
+        """The rows known so far and behind them those of the new ones that are of later tokens."""
+        known, total = self.num_routed, len(self.tokens) + num_tokens
+        if new.start + len(new.rows) != total - 1:
+            raise ValueError(
+                f"routed experts end at token {new.start + len(new.rows) - 1}, but the sample will have {total} "
+                f"tokens, with rows up to token {total - 2}; the request was of other tokens, or its answer was cut: "
+                "then cut the rows as well"
+            )
+        if not 0 <= new.start <= known:
+            raise ValueError(f"routed experts begin at token {new.start}, but they are known of the first {known} only")
+        if self.routed_experts is None:
+            return new.rows
+        if new.rows.dtype != self.routed_experts.dtype or new.rows.shape[1:] != self.routed_experts.shape[1:]:
+            raise ValueError(
+                f"routed experts of {new.rows.dtype} {new.rows.shape[1:]} cannot follow {self.routed_experts.dtype} "
+                f"{self.routed_experts.shape[1:]}"
+            )
+        return np.concatenate([self.routed_experts, new.rows[known - new.start :]])
 
     def mask_response(self, start: int = 0, stop: int | None = None) -> None:
         """Take the gradient from response tokens [start, stop): their mask becomes 0; tokens and log-probs stay."""

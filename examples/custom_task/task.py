@@ -30,7 +30,9 @@ async def generate(
             sampling=replace(sampling_params, n=1, seed=None if seed is None else seed + has_asked),
         )
         (said,) = await config.engines.generate(request)
-        sample.append_response(said.token_ids, said.log_probs, version=said.weight_versions)
+        sample.append_response(
+            said.token_ids, said.log_probs, version=said.weight_versions, routed_experts=said.routed_experts
+        )
         sample.response = config.tokenizer.decode(sample.response_tokens)
         if said.finish_reason == "abort":  # the rollout is over; with --partial-rollout it goes on from here later
             sample.status = SampleStatus.ABORTED

@@ -51,7 +51,9 @@ async def generate(
             sampling=replace(sampling_params, n=1, seed=None if seed is None else seed + turn),
         )
         (said,) = await config.engines.generate(request)
-        sample.append_response(said.token_ids, said.log_probs, version=said.weight_versions)
+        sample.append_response(
+            said.token_ids, said.log_probs, version=said.weight_versions, routed_experts=said.routed_experts
+        )
         sample.response = tokenizer.decode(sample.response_tokens)
         if said.finish_reason != "stop":
             sample.status = SampleStatus.ABORTED if said.finish_reason == "abort" else SampleStatus.TRUNCATED

@@ -23,7 +23,7 @@ from vime.data.records import RowKeys
 from vime.data.sample_json import sample_from_json, sample_to_json
 from vime.errors import DataError, HookError
 from vime.observability.metrics import check_names
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.types import Group, RoutedRows, Sample, SampleStatus, VersionSpan
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -250,7 +250,9 @@ def test_a_group_cannot_be_put_back_twice_or_from_elsewhere() -> None:
 def test_put_back_groups_keep_their_generated_tokens_over_a_restart() -> None:
     source = buffer()
     (group,) = source.get_groups(1)
-    group.samples[0].append_response([4, 5], [-0.1, -1e-9], version=3, routed_experts=np.ones((3, 2, 2), np.uint8))
+    num_rows = len(group.samples[0].tokens) + 1
+    rows = RoutedRows(0, np.ones((num_rows, 2, 2), np.uint8))
+    group.samples[0].append_response([4, 5], [-0.1, -1e-9], version=3, routed_experts=rows)
     group.samples[0].append_response([6], trainable=False)
     group.samples[0].status = SampleStatus.ABORTED
     source.put_back([group])
@@ -265,7 +267,7 @@ def test_put_back_groups_keep_their_generated_tokens_over_a_restart() -> None:
     assert sample.status is SampleStatus.ABORTED
     assert sample.routed_experts is not None
     assert sample.routed_experts.dtype == np.uint8
-    assert np.array_equal(sample.routed_experts, np.ones((3, 2, 2)))
+    assert np.array_equal(sample.routed_experts, rows.rows)
 
 
 def test_every_field_of_a_sample_survives_json() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from vime.errors import DataError
 from vime.observability.rollout_file import read_rollout, write_rollout
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.types import Group, RoutedRows, Sample, SampleStatus, VersionSpan
 
 
 def bits(values):
@@ -43,7 +43,6 @@ def through_a_file(tmp_path, groups):
 
 @pytest.mark.parametrize("log_probs", [[float(np.float32(-0.1)), -0.0, -1e-42], [-0.1, -math.pi, -1e-310], [-1e300, 0]])
 def test_every_field_comes_back_exactly(tmp_path, log_probs):
-    routed = np.arange(4 * 2 * 2, dtype=np.uint16).reshape(4, 2, 2)
     first = sampled(
         log_probs,
         prompt="1+1=",
@@ -53,7 +52,8 @@ def test_every_field_comes_back_exactly(tmp_path, log_probs):
         metadata={"level": 3, "nested": {"é": [1, None, 0.1]}, "\udc00": "x"},
         trace=[{"name": "generate", "start_s": 0.1, "end_s": 2.5}],
     )
-    first.append_response((), routed_experts=routed, trainable=False)
+    routed = np.arange((len(first.tokens) - 1) * 2 * 2, dtype=np.uint16).reshape(-1, 2, 2)
+    first.append_response((), routed_experts=RoutedRows(0, routed), trainable=False)
     chat = Sample(
         prompt=[{"role": "user", "content": "hi"}],
         group_id=4,
@@ -118,3 +118,22 @@ def test_what_is_no_rollout_is_refused_by_name(tmp_path):
     pandas.DataFrame({"a": [1]}).to_parquet(tmp_path / "other.parquet")
     with pytest.raises(DataError, match="give a Parquet file of a run's rollouts/ folder"):
         read_rollout(tmp_path / "other.parquet")
+
+
+def test_routed_experts_take_a_byte_for_each_layer_and_expert_of_a_token(tmp_path):
+    import pyarrow.parquet as pq
+
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(
+            tokens=range(1000), group_id=0, sample_id=i, routed_experts=rng.integers(128, size=(999, 6, 8)).astype("u1")
+        )
+        for i in range(100)
+    ]
+    write_rollout(tmp_path / "r.parquet", 0, [Group(0, samples)])
+    file = pq.read_metadata(tmp_path / "r.parquet")
+    columns = [
+        group.column(c) for group in map(file.row_group, range(file.num_row_groups)) for c in range(group.num_columns)
+    ]
+    size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == "routed_experts.data")
+    assert 0 <= size - 100 * 999 * 6 * 8 < 100 * 16

@@ -36,7 +36,11 @@ def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group], reward_k
     """
     import pyarrow.parquet as pq
 
-    pq.write_table(_table(rollout_id, [s for g in groups for s in g.samples], reward_key), path, compression="zstd")
+    samples = [s for g in groups for s in g.samples]
+    # A page of a file has less than 2 GiB, and routed experts take megabytes a sample: few rows at a time.
+    many = any(s.routed_experts is not None for s in samples)
+    sizes = {"row_group_size": 64, "write_batch_size": 8} if many else {}
+    pq.write_table(_table(rollout_id, samples, reward_key), path, compression="zstd", **sizes)
 
 
 def read_rollout(path: Path | str) -> list[Group]:
@@ -62,7 +66,7 @@ def _table(rollout_id: int, samples: Sequence[Sample], reward_key: str | None) -
     import pyarrow as pa
 
     span = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-    experts = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.binary())])
+    experts = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("data", pa.large_binary())])
     texts = [_texts({"prompt": s.prompt, "response": s.response, "label": s.label}) for s in samples]
     log_prob = pa.float32() if _fits_float32(samples) else pa.float64()
 

@@ -100,7 +100,12 @@ async def generate_group(
         if left is None:
             sample.status = SampleStatus.TRUNCATED
             return
-        request = GenerateRequest(request_id=f"{request_id}-{index}", token_ids=sample.tokens, sampling=left)
+        request = GenerateRequest(
+            request_id=f"{request_id}-{index}",
+            token_ids=sample.tokens,
+            sampling=left,
+            routed_experts_start=sample.num_routed,
+        )
         (completion,) = _expect(await engines.generate(request), request)
         apply_completion(sample, completion, tokenizer, skip_special_tokens=left.skip_special_tokens)
 

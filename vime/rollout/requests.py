@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vime.protocols import Completion, Engines, GenerateRequest
@@ -12,11 +13,13 @@ from vime.protocols import Completion, Engines, GenerateRequest
 class RequestTable:
     """Requests under way, each with the task of the group that it is for.
 
-    Args: keeps_partial: what an aborted request has generated so far will be gone on with in a later rollout.
+    Args:
+        keeps_partial: what an aborted request has generated so far will be gone on with in a later rollout.
+        evaluation: nobody will train on what they generate, so routed experts are not asked for.
     """
 
-    def __init__(self, *, keeps_partial: bool) -> None:
-        self.keeps_partial = keeps_partial
+    def __init__(self, *, keeps_partial: bool, evaluation: bool = False) -> None:
+        self.keeps_partial, self.evaluation = keeps_partial, evaluation
         self.is_stopping = False
         self._owners: dict[str, asyncio.Task[Any]] = {}
 
@@ -63,6 +66,8 @@ class TrackedEngines:
             return [Completion(token_ids=(), log_probs=(), finish_reason="abort", weight_versions=())] * (
                 request.sampling.n
             )
+        if self._table.evaluation:
+            request = replace(request, routed_experts_start=None)
         self._table.add(request.request_id, self._owner)
         try:
             completions = await self._engines.generate(request)

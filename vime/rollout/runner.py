@@ -89,7 +89,7 @@ class GroupRunner:
         self._slots = slots or asyncio.Semaphore(config.rollout.rollout_concurrency)
         self._results: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[Outcome], _Started] = {}
-        self._requests = RequestTable(keeps_partial=self._keeps_partial)
+        self._requests = RequestTable(keeps_partial=self._keeps_partial, evaluation=evaluation)
         self._in_functions: set[asyncio.Task[Outcome]] = set()
 
     @property

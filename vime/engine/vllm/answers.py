@@ -6,20 +6,46 @@ import base64
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vime.engine.vllm.versions import VllmAdapter
 from vime.errors import EngineError
+from vime.models import ModelSettings
 from vime.protocols import Completion, GenerateRequest, SamplingParams
-from vime.types import PolicyVersion, VersionSpan
+from vime.types import PolicyVersion, RoutedRows, VersionSpan
 
 FINISH_REASONS = frozenset({"stop", "length", "abort"})
 INITIAL_VERSION_LABEL = "default"  # vLLM's name for the weights it was started with
 # RequestOutputKind.FINAL_ONLY: otherwise 0.26 answers a request for several samples with those that ended last.
 _FINAL_ONLY = 2
 _MISSING_LOG_PROB = -9999.0  # vLLM writes this where it has none, or NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What the model's rows of routed experts look like."""
+
+    num_layers: int
+    """Decoder layers of the model, those without experts included."""
+    top_k: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> RoutingShape:
+        """That of a checkpoint with experts."""
+        fields = model.transformer
+        return cls(
+            num_layers=fields["num_layers"], top_k=fields["moe_router_topk"], num_experts=fields["num_moe_experts"]
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest type that holds every expert's number, which is what engines send."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
@@ -47,36 +73,58 @@ def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
     return body
 
 
-def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
-    """The JSON body of POST /inference/v1/generate."""
+def request_body(request: GenerateRequest, model: str, routing: RoutingShape | None = None) -> dict[str, Any]:
+    """The JSON body of POST /inference/v1/generate.
+
+    Args: routing: of the model, where the engines were started to return routed experts.
+    """
+    sampling = sampling_body(request.sampling)
+    if routing is not None:
+        # Engines cannot be told to send none; those of the prompt but its last token can be left out.
+        last = len(request.token_ids) - 1
+        start = request.routed_experts_start
+        sampling["routed_experts_prompt_start"] = last if start is None else min(start, last)
     return {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
         "model": model,
         "stream": False,
-        "sampling_params": sampling_body(request.sampling),
+        "sampling_params": sampling,
     }
 
 
 def parse_completions(
-    body: Mapping[str, Any], n: int, adapter: VllmAdapter, version: PolicyVersion | None
+    body: Mapping[str, Any],
+    request: GenerateRequest,
+    adapter: VllmAdapter,
+    version: PolicyVersion | None,
+    routing: RoutingShape | None = None,
 ) -> list[Completion]:
     """The completions of one answer, in the order of their index.
 
     Args:
         body: the answer.
-        n: how many were asked for.
+        request: what was asked.
         adapter: of the engine's release.
         version: stamped on all tokens where the engine does not report versions; not looked at otherwise.
-    Raises: EngineError if completions, log-probs or versions are missing, or the finish reason is unknown.
+        routing: as for `request_body`.
+    Raises: EngineError if completions, log-probs or versions are missing, the finish reason is unknown, or routed
+        experts are not those of the model and the tokens.
     """
+    n = request.sampling.n
     choices = sorted(body.get("choices") or (), key=lambda choice: int(choice["index"]))
     if [choice["index"] for choice in choices] != list(range(n)):
         raise EngineError(f"asked for {n} completions, got those numbered {[c['index'] for c in choices]}")
-    return [_completion(choice, adapter, version) for choice in choices]
+    return [_completion(choice, request, adapter, version, routing) for choice in choices]
 
 
-def _completion(choice: Mapping[str, Any], adapter: VllmAdapter, version: PolicyVersion | None) -> Completion:
+def _completion(
+    choice: Mapping[str, Any],
+    request: GenerateRequest,
+    adapter: VllmAdapter,
+    version: PolicyVersion | None,
+    routing: RoutingShape | None,
+) -> Completion:
     token_ids = tuple(int(t) for t in choice["token_ids"] or ())
     reason = choice.get("finish_reason")
     if reason not in FINISH_REASONS:
@@ -86,7 +134,7 @@ def _completion(choice: Mapping[str, Any], adapter: VllmAdapter, version: Policy
         log_probs=_log_probs(choice, token_ids),
         finish_reason=reason,
         weight_versions=_version_spans(choice, len(token_ids), adapter, version),
-        routed_experts=_routed_experts(choice),
+        routed_experts=_routed_experts(choice, request, len(token_ids), routing),
     )
 
 
@@ -136,9 +184,35 @@ def version_number(label: str) -> PolicyVersion:
     return int(label)
 
 
-def _routed_experts(choice: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    encoded = choice.get("routed_experts")
-    if encoded is None:
+def _routed_experts(
+    choice: Mapping[str, Any], request: GenerateRequest, num_sampled: int, routing: RoutingShape | None
+) -> RoutedRows | None:
+    """None where none are wanted, or the engine had none to send; never fewer than it should have sent."""
+    start, encoded = request.routed_experts_start, choice.get("routed_experts")
+    if routing is None or start is None or encoded is None:
         return None
-    # An .npy file: [prompt + response - 1, layers, top_k]. Objects would be unpickled, so they are refused.
-    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)  # type: ignore[no-any-return]
+    start = min(start, len(request.token_ids) - 1)
+    shape = (len(request.token_ids) + num_sampled - 1 - start, routing.num_layers, routing.top_k)
+    rows = _array(encoded, shape, routing.dtype)
+    if rows.size and (largest := int(rows.max())) >= routing.num_experts:
+        raise EngineError(f"routed experts name expert {largest}, but a layer has {routing.num_experts}")
+    return RoutedRows(start, rows)
+
+
+def _array(encoded: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """An .npy file in base64, of exactly this shape and type; its header is looked at before its contents."""
+    npy: Any = np.lib.format
+    try:
+        file = io.BytesIO(base64.b64decode(encoded, validate=True))
+        if (version := npy.read_magic(file)) != (1, 0):
+            raise ValueError(f"version {version} of the format")
+        told_shape, is_fortran, told_dtype = npy.read_array_header_1_0(file)
+    except ValueError as error:
+        raise EngineError(f"routed experts are no .npy file in base64: {error}") from error
+    data = file.getbuffer()[file.tell() :]
+    if told_shape != shape or told_dtype != dtype or len(data) != math.prod(shape) * dtype.itemsize:
+        raise EngineError(
+            f"routed experts have shape {told_shape}, type {told_dtype} and {len(data)} bytes, expected {shape} of "
+            f"{dtype}: tokens up to the last but one, layers, experts of a token"
+        )
+    return np.ascontiguousarray(np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C"))

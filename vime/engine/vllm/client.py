@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from vime.engine.vllm.answers import parse_completions, request_body
+from vime.engine.vllm.answers import RoutingShape, parse_completions, request_body
 from vime.engine.vllm.engine_stats import parse_engine_stats
 from vime.engine.vllm.server import SERVED_MODEL_NAME
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
@@ -147,12 +147,13 @@ class VllmEngine:
         self.num_probes += 1
         completions = []
         for prompt in prompts:
+            name = f"probe-{uuid.uuid4().hex}"
             request = GenerateRequest(
-                request_id=f"probe-{uuid.uuid4().hex}", token_ids=tuple(prompt), sampling=sampling
+                request_id=name, token_ids=tuple(prompt), sampling=sampling, routed_experts_start=None
             )
             body = self._post(_GENERATE_PATH, request_body(request, SERVED_MODEL_NAME), timeout=self._weight_timeout_s)
             # A probe's tokens are not trained on; where the engine reports no version, none is needed.
-            completions += parse_completions(body, 1, self._adapter, 0)
+            completions += parse_completions(body, request, self._adapter, 0)
         return ProbeResult(tuple(tuple(prompt) for prompt in prompts), tuple(completions))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -235,6 +236,7 @@ class RouterClient:
         adapter: of the engines' vLLM; of the installed one when None.
         max_connections: requests in flight at a time.
         request_timeout_s: of one generate request; None waits as long as it takes.
+        routing: of the model, where the engines were started to return routed experts.
     """
 
     def __init__(
@@ -246,11 +248,13 @@ class RouterClient:
         *,
         max_connections: int = 512,
         request_timeout_s: float | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         self._router_url, self._engine_urls = router_url, tuple(engine_urls)
         self._adapter = adapter or adapter_for()
         self._headers = {"Authorization": f"Bearer {key}"}
         self._max_connections, self._request_timeout_s = max_connections, request_timeout_s
+        self._routing = routing
         self._version: PolicyVersion | None = None
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.counters: Counter[str] = Counter()
@@ -272,13 +276,13 @@ class RouterClient:
             headers["X-Session-Id"] = request.session_id
         self.counters["requests"] += 1
         with self.activity.running():
-            body = await self._post_generate(request_body(request, SERVED_MODEL_NAME), headers)
+            body = await self._post_generate(request_body(request, SERVED_MODEL_NAME, self._routing), headers)
         if not self._adapter.reports_version_spans and self._version != before:
             raise EngineError(
                 f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "
                 f"vLLM {self._adapter.version} does not say which tokens are of which; let requests end before a sync"
             )
-        return parse_completions(body, request.sampling.n, self._adapter, before)
+        return parse_completions(body, request, self._adapter, before, self._routing)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop these requests on whichever engine runs them. Raises: EngineError if an engine does not answer."""
