@@ -6,7 +6,8 @@
 A model of the shape that an HF config.json says with random bf16 weights takes optimizer steps with the policy
 loss on packed sequences of equal length, the first steps left out; beside it the forward pass alone. MFU is measured
 against an 8192^3 bf16 matrix product of the same run. Operations: vime/models/flops.py, three forward passes' worth a
-step, recomputation not counted. Prints a line of JSON, and appends it to the file --out. Needs no vLLM and no Ray.
+step, recomputation not counted. Prints a line of JSON, and appends it to the file --out. With --profile, a further step
+is traced, and a table of its kernels and operators by their time on the device is written. Needs no vLLM and no Ray.
 """
 
 from __future__ import annotations
@@ -93,6 +94,16 @@ def batch_of(samples: int, length: int, prompt: int, micro_batch_size: int, voca
     )
 
 
+def write_profile(path: Path, work: Callable[[], object]) -> None:
+    """A table of what some work does on the device and the host, the longest on the device first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        wall = seconds(work)
+    table = trace.key_averages().table(sort_by="self_device_time_total", row_limit=80, max_name_column_width=110)
+    path.write_text(f"{wall:.4f} s of wall time, the tracing included\n{table}\n", encoding="utf-8")
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The figures of one shape and setting."""
     from vime.trainer.megatron.trainer import MegatronTrainer
@@ -122,6 +133,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     metrics: list[dict[str, float]] = []
     steps = [seconds(lambda: metrics.append(trainer.train(batch))) for _ in range(WARM_UP_STEPS + STEPS)]
     steps = steps[WARM_UP_STEPS:]
+    if arguments.profile:
+        write_profile(arguments.profile, lambda: trainer.train(batch))
     forwards = [seconds(lambda: trainer.log_probs(batch)) for _ in range(2 + STEPS)][2:]
     trainer.close()
     step, forward = statistics.median(steps), statistics.median(forwards)
@@ -158,6 +171,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="of these, not trained on (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=16)
     parser.add_argument("--megatron", default="{}", help="Megatron settings by field name, as JSON")
+    parser.add_argument("--profile", type=Path, help="write a table of one step's kernels and operators to this file")
     parser.add_argument("--out", type=Path, help="append the line to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
