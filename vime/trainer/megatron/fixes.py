@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_te_version
 
-from vime.trainer.megatron import gathered_state, host_optimizer
+from vime.trainer.megatron import fused_optimizer, gathered_state, host_optimizer
 
 _MARK = "__vime_fixed__"
 
@@ -28,6 +28,7 @@ def apply() -> None:
     fix_checkpoints_of_stages_without_experts()
     fix_recomputed_norms()
     gathered_state.install()
+    fused_optimizer.install()
     host_optimizer.install()
 
 
@@ -80,7 +81,9 @@ def fix_torch_adamw_checkpoints() -> None:
             for p in group["params"]:
                 if "step" not in self.optimizer.state[p]:
                     self.optimizer.state[p].update(
-                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                        step=fused_optimizer.zero_step(group, p),
+                        exp_avg=torch.zeros_like(p),
+                        exp_avg_sq=torch.zeros_like(p),
                     )
         return original_state(self)
 
@@ -93,10 +96,16 @@ def fix_torch_adamw_checkpoints() -> None:
 
     @torch.no_grad()
     def load_state_dict(self: Any, state: Any) -> None:
+        fused = [group.get("fused") for group in self.optimizer.param_groups]
+        is_torch_adam = isinstance(self.optimizer, torch.optim.Adam)
         original_load(self, state)
-        for entry in self.optimizer.state.values():
-            if torch.is_tensor(entry.get("step")):
-                entry["step"] = entry["step"].clone()
+        for group, is_fused in zip(self.optimizer.param_groups, fused, strict=True):
+            group["fused"] = is_fused  # the run that saved may have been on another device
+            for p in group["params"]:
+                entry = self.optimizer.state.get(p, {})
+                if torch.is_tensor(step := entry.get("step")):
+                    own = fused_optimizer.zero_step(group, p) if is_torch_adam else torch.zeros_like(step)
+                    entry["step"] = own.copy_(step)
 
     setattr(state_dict, _MARK, True)
     cls.state_dict, cls.load_state_dict = state_dict, load_state_dict

@@ -21,7 +21,7 @@ from torch import Tensor
 from vime.config import TrainConfig
 from vime.models import ModelSettings
 from vime.models.memory import default_chunk_size
-from vime.trainer.megatron import parallel
+from vime.trainer.megatron import fused_optimizer, parallel
 from vime.trainer.megatron.experts import keep_router_bias_in_float32
 from vime.trainer.megatron.layers import block_spec, take_rows
 from vime.trainer.megatron.log_probs import VocabularyShard, chunked_log_probs
@@ -189,6 +189,7 @@ def build_policy(
         for number, module in enumerate(wrapped)
     ]
     optimizer = get_megatron_optimizer(settings.optimizer, ddps, use_gloo_process_groups=False)
+    fused_optimizer.use_fused_adam(single_optimizers(optimizer))
     # The schedules read these from the transformer config.
     settings.transformer.finalize_model_grads_func = None
     settings.transformer.grad_scale_func = optimizer.scale_loss

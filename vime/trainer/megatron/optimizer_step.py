@@ -91,40 +91,50 @@ def optimizer_step(
 
     blame = _Blame(suspects, lr_flag)
     run_schedule(forward, micro_batches, policy.ddps, num_micro_batches, forward_only=False)
-    totals = _reduce(policy, sums, names, where, blame)
+    totals = _reduce(policy, sums)
     finalize_model_grads(list(policy.ddps))  # sums over data- and context-parallel ranks; no divisor, see Settings
-    grad_norm = _update(policy, where, blame)
+    if policy.optimizer.prepare_grads():
+        raise TrainingError(f"the gradient overflowed, {where}; no update was made")
+    grad_norm = float(policy.optimizer.get_grad_norm())  # the one place of a step that waits for the device
+    values = _checked(totals.tolist(), names, where, blame)
+    _update(policy, grad_norm, where, blame)
     learning_rate = float(policy.optimizer.param_groups[0]["lr"])
     policy.scheduler.step(increment=1)
-    return Update(totals, grad_norm, learning_rate)
+    return Update(values, grad_norm, learning_rate)
 
 
-def _reduce(policy: Policy, sums: Tensor, names: Sequence[str], where: str, blame: _Blame) -> dict[str, float]:
-    """The sums over all ranks, once every rank's loss and own gradient are known to be finite.
+def _reduce(policy: Policy, sums: Tensor) -> Tensor:
+    """[names + 2 * ranks] the sums over all ranks, then which ranks' sums, and which ranks' gradients, are not finite.
 
     Looked at before gradients are summed over ranks, when the rank of a bad one can still be named. One collective
-    tells all ranks, so that all stop.
-
-    Raises: TrainingError on every rank, naming the ranks with a bad loss or gradient.
+    tells all ranks, so that all stop. A rank alone has its gradients looked at when their norm is not finite.
     """
     ranks = parallel.world_size()
     bad = torch.zeros(2, ranks, dtype=sums.dtype, device=sums.device)
     bad[0, dist.get_rank()] = (~torch.isfinite(sums).all()).to(sums.dtype)
-    if not policy.ddps[0].ddp_config.overlap_grad_reduce:  # which has summed them already
+    if ranks > 1 and not policy.ddps[0].ddp_config.overlap_grad_reduce:  # which has summed them already
         bad[1, dist.get_rank()] = _has_bad_grads(policy)
     mine = torch.nan_to_num(sums, nan=0.0, posinf=0.0, neginf=0.0) if parallel.counts() else torch.zeros_like(sums)
-    total = parallel.sum_over_ranks(torch.cat([mine, bad.flatten()])).tolist()
-    flags = total[len(names) :]
+    return parallel.sum_over_ranks(torch.cat([mine, bad.flatten()]))
+
+
+def _checked(total: Sequence[float], names: Sequence[str], where: str, blame: _Blame) -> dict[str, float]:
+    """The sums of `_reduce` by name. Raises: TrainingError on every rank, naming those with a bad loss or gradient."""
+    flags, ranks = total[len(names) :], parallel.world_size()
     if found := _marked(flags[:ranks]):
         raise TrainingError(
             f"the loss is not finite on {parallel.describe(found)}, {where}; no update was made. Look at that "
             f"rollout's {blame.suspects}, or lower {blame.lr_flag}"
         )
     if found := _marked(flags[ranks:]):
-        raise TrainingError(
-            f"the gradient is not finite on {parallel.describe(found)}, {where}; no update was made. {blame.advice}"
-        )
+        raise _bad_gradient(found, where, blame)
     return dict(zip(names, total[: len(names)], strict=True))
+
+
+def _bad_gradient(ranks: Sequence[int], where: str, blame: _Blame) -> TrainingError:
+    return TrainingError(
+        f"the gradient is not finite on {parallel.describe(ranks)}, {where}; no update was made. {blame.advice}"
+    )
 
 
 def _has_bad_grads(policy: Policy) -> Tensor:
@@ -133,16 +143,15 @@ def _has_bad_grads(policy: Policy) -> Tensor:
     return (~torch.isfinite(total)).to(torch.float32)
 
 
-def _update(policy: Policy, where: str, blame: _Blame) -> float:
-    """Clip, check, step. Returns the gradient norm before clipping.
+def _update(policy: Policy, norm: float, where: str, blame: _Blame) -> None:
+    """Check, clip, step. Args: norm: of the gradients of all ranks.
 
     Taken apart from MegatronOptimizer.step, which would apply a NaN gradient before anyone could look at its norm.
     """
     optimizer = policy.optimizer
-    if optimizer.prepare_grads():
-        raise TrainingError(f"the gradient overflowed, {where}; no update was made")
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):  # on all ranks: the norm is of all their gradients
+    if not math.isfinite(norm):  # on all ranks
+        if parallel.world_size() == 1 and _has_bad_grads(policy):
+            raise _bad_gradient([0], where, blame)
         raise TrainingError(f"the gradient norm is {norm}, {where}; no update was made. {blame.advice}")
     if (limit := optimizer.config.clip_grad) > 0.0:
         for part in single_optimizers(optimizer):  # experts have one of their own
@@ -151,7 +160,6 @@ def _update(policy: Policy, where: str, blame: _Blame) -> float:
                 clip_grad_by_total_norm_fp32(parameters, limit, norm, decoupled)
     if not optimizer.step_with_ready_grads():
         raise TrainingError(f"the optimizer refused to step, {where}")
-    return norm
 
 
 def _marked(flags: Sequence[float]) -> list[int]:
