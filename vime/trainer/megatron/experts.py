@@ -26,13 +26,15 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
+
+from vime.trainer.megatron.token_dispatch import ExpertLayer
 
 # Public since torch 2.10.
 _GROUPED_MM: Callable[..., Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
@@ -47,7 +49,7 @@ def moe_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
     return ModuleSpec(
-        module=MoELayer,
+        module=ExpertLayer,
         submodules=MoESubmodules(router=TopKRouter, experts=StackedExperts, shared_experts=shared),
     )
 
@@ -69,7 +71,7 @@ def keep_router_bias_in_float32(module: torch.nn.Module) -> None:
 
 
 class StackedExperts(MegatronModule):  # type: ignore[misc]
-    """This rank's experts of one layer, SwiGLU networks without biases. Built and called by Megatron's MoELayer.
+    """This rank's experts of one layer, SwiGLU networks without biases. Built and called by `ExpertLayer`.
 
     Its parameters are `gate_up` [E, 2, I, H], an expert's gate and then its up projection, and `down` [E, H, I].
     Expert-parallel ranks hold equal runs of experts, expert-tensor-parallel ranks equal cuts of I. With the latter the
@@ -126,7 +128,7 @@ class StackedExperts(MegatronModule):  # type: ignore[misc]
 
         Args:
             x: [T, H].
-            tokens_per_expert: [E] int64, rows of each expert; on the host, where the dispatcher has it.
+            tokens_per_expert: [E] int64, rows of each expert, on the host or the device.
             probs: [T].
         Returns: [T, H], and no bias.
         """
@@ -170,23 +172,42 @@ def _weighted_swiglu(x: Tensor, probs: Tensor) -> Tensor:
 class Groups:
     """Which rows belong to which expert, for the host and for the device."""
 
-    def __init__(self, counts: Sequence[int], offsets: Tensor | None) -> None:
-        self.counts = counts
-        """Rows of each expert."""
+    def __init__(self, counts: Tensor, offsets: Tensor | None) -> None:
+        self._counts = counts
+        self._copied: torch.cuda.Event | None = None
         self.offsets = offsets
         """[E] int32 where each expert's rows end, for torch's kernel; None where it cannot be used."""
 
     @classmethod
     def of(cls, tokens_per_expert: Tensor, device: torch.device, *, with_offsets: bool) -> Groups:
-        """From the rows of each expert, [E] on the host."""
+        """From the rows of each expert, [E] on the host or the device; the host does not wait for them."""
         offsets = None
         if with_offsets:
             offsets = tokens_per_expert.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
-        return cls(tokens_per_expert.tolist(), offsets)
+        groups = cls(tokens_per_expert, offsets)
+        if tokens_per_expert.is_cuda and torch.is_grad_enabled():  # the way back reads them, when they are long there
+            groups._counts = torch.empty(tokens_per_expert.shape, dtype=tokens_per_expert.dtype, pin_memory=True)
+            groups._counts.copy_(tokens_per_expert, non_blocking=True)
+            groups._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            groups._copied.record()
+        return groups
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each expert; waits until the device has told."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        counts: list[int] = self._counts.tolist()
+        return counts
+
+    @property
+    def num_groups(self) -> int:
+        """E."""
+        return len(self._counts)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Each group's rows of [T, ...]."""
-        return torch.split(x, list(self.counts))
+        return torch.split(x, self.counts)
 
 
 def uses_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
@@ -246,7 +267,7 @@ def _rows_by_matrix(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 def _rows_by_rows(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[E, N, K]: of each group, grad's rows [T, N] transposed times x's [T, K]."""
     if not len(x):
-        return x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
+        return x.new_zeros(groups.num_groups, grad.shape[1], x.shape[1])
     if groups.offsets is not None:
         assert _GROUPED_MM is not None, "offsets without a kernel to take them"
         out = _GROUPED_MM(grad.t(), x, offs=groups.offsets)
@@ -254,7 +275,7 @@ def _rows_by_rows(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
             if not count:  # a sum of nothing, about which torch's kernel promises nothing
                 out[e].zero_()
         return out
-    out = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
+    out = x.new_empty(groups.num_groups, grad.shape[1], x.shape[1])
     for rows, others, part in zip(groups.split(grad), groups.split(x), out, strict=True):
         torch.mm(rows.t(), others, out=part)
     return out
