@@ -8,7 +8,6 @@ blocks of the vocabulary, so that no other tensor of the weight's size exists.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vime.models.memory import HEAD_BLOCK_BYTES
+from vime.trainer.megatron.compiled import compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        values = _fused(_values, hidden) if group is None else functools.partial(_values_of_shards, group=group)
+        values = _values if group is None else functools.partial(_values_of_shards, group=group)
         real = weight[:num_rows]
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = hidden[rows] @ real.t()
@@ -97,12 +97,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, entropy, log_z = ctx.saved_tensors
-        d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g for g in grads)
+        d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g.contiguous() for g in grads)
         d_hidden = torch.zeros_like(hidden)
         real = weight.detach()[: ctx.num_rows]
         weight_is_trained = ctx.needs_input_grad[1]
         d_weight, returned = _gradient_of(weight) if weight_is_trained else (None, False)
-        d_logits_of = _fused(_d_logits if grads[1] is not None else _d_logits_without_entropy, hidden)
+        d_logits_of = _d_logits if grads[1] is not None else _d_logits_without_entropy
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
             d_logits = d_logits_of(
                 hidden[rows] @ real.t(),
@@ -139,21 +139,47 @@ def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """total [V, D] += d_logits [C, V] transposed @ hidden [C, D]."""
     if total.dtype == d_logits.dtype:
         total.addmm_(d_logits.t(), hidden)
-        return
-    size = max(1, HEAD_BLOCK_BYTES // (hidden.shape[1] * hidden.itemsize))
-    for rows in _chunks(total.shape[0], size):
-        total[rows] += d_logits[:, rows].t() @ hidden
+    elif d_logits.is_cuda and adds_to_float32(d_logits.dtype):
+        torch.ops.aten.addmm.dtype_out(total, d_logits.t(), hidden, total.dtype, out=total)
+    else:
+        size = max(1, HEAD_BLOCK_BYTES // (hidden.shape[1] * hidden.itemsize))
+        for rows in _chunks(total.shape[0], size):
+            total[rows] += d_logits[:, rows].t() @ hidden
+
+
+@functools.cache
+def adds_to_float32(dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of such matrices to a float32 one on CUDA; tried once.
+
+    Versions differ in what they take. Without it the product is made block by block in `dtype`, and then added.
+    """
+    ones = torch.ones(16, 16, device="cuda", dtype=dtype)
+    total = torch.ones(16, 16, device="cuda")
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones.t(), ones, total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 # Logits come in the model's dtype, as in the engine; everything after that is in float32. C rows of V columns.
 
 
+@compiled(0, 1)
 def _values(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Each [C] float32: the target's log-prob, the entropy, and log of the sum of exponentials."""
+    """Each [C] float32: the target's log-prob, the entropy, and log of the sum of exponentials.
+
+    Logits are read twice: for their largest, then for both sums.
+    """
     x = logits.float() / temperature
-    log_z = x.logsumexp(-1)
-    log_p = x - log_z[:, None]
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
+    largest = x.amax(-1, keepdim=True)
+    below = x - largest
+    e = below.exp()
+    total = e.sum(-1)
+    log_total = total.log()
+    log_z = largest[:, 0] + log_total
+    entropy = log_total - (e * below).sum(-1) / total  # both parts are positive
+    return x.gather(1, targets[:, None])[:, 0] - log_z, entropy, log_z
 
 
 def _values_of_shards(
@@ -164,22 +190,24 @@ def _values_of_shards(
     Two collectives of a few numbers per position. A rank may have no column at all.
     """
     if logits.shape[1]:
-        mine = _fused(_log_z, logits)(logits, temperature)
+        mine = _log_z(logits, temperature)
     else:
         mine = torch.full(logits.shape[:1], -torch.inf, device=logits.device)
     parts = mine.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(parts, mine, group=group)
     log_z = parts.view(group.size(), -1).logsumexp(0)
-    sums = _fused(_sums, logits)(logits, targets, log_z, temperature)
+    sums = _sums(logits, targets, log_z, temperature)
     dist.all_reduce(sums, group=group)
     return sums[0], sums[1], log_z
 
 
+@compiled(0)
 def _log_z(logits: Tensor, temperature: float) -> Tensor:
     """[C] log of the sum of exponentials of these columns."""
     return (logits.float() / temperature).logsumexp(-1)
 
 
+@compiled(0, 1, 2)
 def _sums(logits: Tensor, targets: Tensor, log_z: Tensor, temperature: float) -> Tensor:
     """[2, C] what these columns give to the target's log-prob and to the entropy."""
     log_p = logits.float() / temperature - log_z[:, None]
@@ -187,6 +215,7 @@ def _sums(logits: Tensor, targets: Tensor, log_z: Tensor, temperature: float) ->
     return torch.stack([torch.where(here, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)])
 
 
+@compiled(0, 1, 2, 3, 4, 5)
 def _d_logits(
     logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, g: Tensor, h: Tensor, temperature: float
 ) -> Tensor:
@@ -199,6 +228,7 @@ def _d_logits(
     return (_add_at(d, targets, g) / temperature).to(logits.dtype)
 
 
+@compiled(0, 1, 2, 3, 4, 5)
 def _d_logits_without_entropy(
     logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, g: Tensor, h: Tensor, temperature: float
 ) -> Tensor:
@@ -212,14 +242,6 @@ def _add_at(d: Tensor, targets: Tensor, g: Tensor) -> Tensor:
     does not."""
     columns = torch.arange(d.shape[1], device=d.device)
     return torch.where(columns == targets[:, None], d + g[:, None], d)
-
-
-def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """One or two passes over the logits on CUDA instead of seven; the CPU runs the function as it is."""
-    return _COMPILED[function] if like.is_cuda else function
-
-
-_COMPILED = {f: torch.compile(f, dynamic=True) for f in (_values, _log_z, _sums, _d_logits, _d_logits_without_entropy)}
 
 
 def _chunks(n: int, size: int) -> list[slice]:
