@@ -1,6 +1,6 @@
 """The reward of this example: the last integer of the response, scored by reasoning-gym's own verifier.
 
-Used as `--custom-rm-path examples.smollm2_chain_sum.reward.chain_sum_reward`.
+Used as `--custom-rm-path examples.smollm2_chain_sum.reward.integer_reward`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-async def chain_sum_reward(config: RolloutContext, sample: Sample) -> float:
+async def integer_reward(config: RolloutContext, sample: Sample) -> float:
     """1.0 when the last integer of the response is the answer, else 0.0 with `sample.metadata["reward_reason"]`.
 
     The verifier gives part of the credit to an answer that contains the gold one as text. Here the answer is a bare

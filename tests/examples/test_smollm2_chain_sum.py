@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+import yaml
 
 from vime.cli.parse import Catalogue, parse
 from vime.errors import DataError
@@ -23,17 +27,21 @@ FOLDER = ROOT / "examples" / "smollm2_chain_sum"
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; pip install -e '.[examples]'")
 
 from examples.smollm2_chain_sum import prepare_data, prepare_model  # noqa: E402
-from examples.smollm2_chain_sum.reward import chain_sum_reward, last_integer  # noqa: E402
+from examples.smollm2_chain_sum.reward import integer_reward, last_integer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return prepare_data.split((1, 2), num_train=2000, num_heldout=128, seed=0)
+    return prepare_data.split(prepare_data.chain_sum(), num_train=2000, num_heldout=128, seed=0)
+
+
+def key(entry: dict[str, Any]) -> str:
+    return prepare_data.chain_sum().key(entry["question"])
 
 
 def score(response: str, entry: dict[str, Any]) -> tuple[float, Sample]:
     sample = Sample(response=response, metadata={"entry": entry})
-    return asyncio.run(chain_sum_reward(None, sample)), sample
+    return asyncio.run(integer_reward(None, sample)), sample
 
 
 def result(expression: str) -> int:
@@ -52,20 +60,42 @@ def entry_of(expression: str) -> dict[str, Any]:
 
 def test_no_heldout_problem_occurs_in_train_not_even_with_its_terms_swapped(parts):
     train, heldout = parts
-    assert len({e["question"] for e in heldout}) == len({prepare_data.problem_key(e) for e in heldout}) == 128
+    assert len({e["question"] for e in heldout}) == len({key(e) for e in heldout}) == 128
     assert not {e["question"] for e in heldout} & {e["question"] for e in train}
-    assert not {prepare_data.problem_key(e) for e in heldout} & {prepare_data.problem_key(e) for e in train}
-    assert prepare_data.problem_key(entry_of("9 + 4")) == prepare_data.problem_key(entry_of("4 + 9"))
-    assert prepare_data.problem_key(entry_of("9 - 4")) != prepare_data.problem_key(entry_of("4 - 9"))
+    assert not {key(e) for e in heldout} & {key(e) for e in train}
+    assert key(entry_of("9 + 4")) == key(entry_of("4 + 9"))
+    assert key(entry_of("9 - 4")) != key(entry_of("4 - 9"))
 
 
-def test_the_problem_solved_in_the_prompt_is_in_neither_part_and_worded_like_the_others(parts):
-    train, heldout = parts
-    expression, answer = prepare_data.EXAMPLE
-    assert answer == f"{expression} = {result(expression)}"
-    for entry in (*train, *heldout):
-        assert entry["question"] == prepare_data.QUESTION.format(entry["metadata"]["expression"])
-        assert prepare_data.problem_key(entry) != prepare_data.expression_key(expression)
+def test_problems_are_the_same_whatever_the_letter_or_the_order_of_the_numbers():
+    equation, lcm = prepare_data.simple_equations().key, prepare_data.lcm().key
+    assert equation("Solve for k: 7*k - 6 = 8") == equation("Find the value of x in the equation: 7*x - 6 = 8")
+    assert equation("Solve for k: 6 - 7*k = 8") != equation("Solve for k: 7*k - 6 = 8")
+    ask = "Find the Least Common Multiple (LCM) of these numbers: "
+    assert lcm(ask + "14, 6") == lcm(ask + "6, 14") != lcm(ask + "6, 4")
+
+
+@pytest.mark.parametrize("name", sorted(prepare_data.TASKS))
+def test_of_each_task_what_is_shown_is_solved_right_and_worded_like_the_problems_but_is_none_of_them(name):
+    task = prepare_data.TASKS[name]()
+    train, heldout = prepare_data.split(task, num_train=400, num_heldout=task.num_heldout, seed=0)
+    keys = {task.key(e["question"]) for e in (*train, *heldout)}
+    assert not {task.key(e["question"]) for e in train} & {task.key(e["question"]) for e in heldout}
+    wordings = {e["question"].partition(":")[0] for e in train}
+    for question, solution in task.shown:
+        assert task.key(question) not in keys
+        wording = question.partition(":")[0]
+        assert re.sub(r"\b[a-z]\b", "x", wording) in {re.sub(r"\b[a-z]\b", "x", w) for w in wordings}
+        problem, answer = question.partition(": ")[2], int(last_integer(solution))
+        if name == "chain_sum":
+            assert solution == f"{problem} {answer}" and result(problem.removesuffix(" =")) == answer
+        elif name == "lcm":
+            assert solution == f"LCM({problem}) = {math.lcm(*map(int, problem.split(', ')))}"
+        else:
+            first, second = solution.split(", ")
+            letter, side = second[0], problem.split(" = ")[1]
+            assert eval(problem.split(" = ")[0], {letter: answer}) == int(side)
+            assert eval(first.split(" = ")[0], {letter: answer}) == int(first.split(" = ")[1])
 
 
 def test_both_parts_have_equal_shares_of_each_number_of_digits(parts):
@@ -74,25 +104,47 @@ def test_both_parts_have_equal_shares_of_each_number_of_digits(parts):
 
 
 def test_the_seed_decides_the_data(parts):
-    assert prepare_data.split((1, 2), num_train=2000, num_heldout=128, seed=0) == parts
-    assert prepare_data.split((1, 2), num_train=2000, num_heldout=128, seed=1) != parts
+    assert prepare_data.split(prepare_data.chain_sum(), num_train=2000, num_heldout=128, seed=0) == parts
+    assert prepare_data.split(prepare_data.chain_sum(), num_train=2000, num_heldout=128, seed=1) != parts
 
 
-def test_counts_of_problems_are_those_the_generator_can_make():
-    # 10 terms of one digit: 55 sums up to order and 100 differences; drawn often enough, all of them turn up.
-    stream = prepare_data.entries(0, (1, 1))
-    assert len({prepare_data.problem_key(next(stream)) for _ in range(4000)}) == prepare_data.num_problems(1) == 155
-    assert prepare_data.num_problems(2) == 90 * 91 // 2 + 90 * 90
+@pytest.mark.parametrize("task", [prepare_data.chain_sum(1, 1), prepare_data.lcm(12)], ids=lambda task: task.name)
+def test_counts_of_problems_are_those_the_generator_can_make(task):
+    # chain_sum: 10 terms of one digit, 55 sums up to order and 100 differences. Drawn often enough, all turn up.
+    stream = itertools.islice(prepare_data.entries(task, seed=0), 4000)
+    assert len({task.key(entry["question"]) for entry in stream}) == sum(task.num_problems.values())
+
+
+def test_the_equations_the_generator_makes_are_those_that_are_counted():
+    task = prepare_data.simple_equations()
+    possible = set()
+    for a, b, x in itertools.product(range(1, 10), repeat=3):
+        term = f"{a}*x".removeprefix("1*")
+        possible |= {f"{term} + {b} = {a * x + b}", f"{term} - {b} = {a * x - b}", f"{b} - {term} = {b - a * x}"}
+    assert len(possible) == task.num_problems[None] == 3 * 9**3
+    drawn = {task.key(entry["question"]) for entry in itertools.islice(prepare_data.entries(task, seed=0), 1000)}
+    assert drawn <= possible
+
+
+def test_counts_of_sums_by_digits():
+    assert prepare_data.chain_sum(1, 2).num_problems == {1: 55 + 100, 2: 90 * 91 // 2 + 90 * 90}
 
 
 @pytest.mark.parametrize(("num_train", "num_heldout"), [(100, 127), (101, 100), (0, 100), (100, 2 * 78)])
 def test_counts_that_cannot_be_met_are_refused(num_train, num_heldout):
     with pytest.raises(ValueError, match=r"num_(train|heldout) is"):
-        prepare_data.split((1, 2), num_train, num_heldout, seed=0)
+        prepare_data.split(prepare_data.chain_sum(), num_train, num_heldout, seed=0)
 
 
-def test_files_hold_chat_messages_the_label_and_an_entry_that_earns_the_full_reward(tmp_path):
-    prepare_data.main(["--out", str(tmp_path), "--num-train", "64", "--num-heldout", "32"])
+def test_digits_are_chain_sums_alone(capsys):
+    with pytest.raises(SystemExit):
+        prepare_data.main(["--task", "lcm", "--max-digits", "3"])
+    assert "--max-digits are chain_sum's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", sorted(prepare_data.TASKS))
+def test_files_hold_chat_messages_the_label_and_an_entry_that_earns_the_full_reward(task, tmp_path):
+    prepare_data.main(["--task", task, "--out", str(tmp_path), "--num-train", "64", "--num-heldout", "32"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heldout.jsonl", "train.jsonl"]
     for name, count in (("train", 64), ("heldout", 32)):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -100,8 +152,9 @@ def test_files_hold_chat_messages_the_label_and_an_entry_that_earns_the_full_rew
         for row in rows:
             entry = row["metadata"]["entry"]
             assert row["messages"][-1] == {"role": "user", "content": entry["question"]}
-            assert int(row["label"]) == result(entry["metadata"]["expression"])
+            assert row["label"] == entry["answer"]
             assert score(row["label"], entry)[0] == 1.0
+            assert score(f"{int(row['label']) + 1}", entry)[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +204,7 @@ def test_a_number_that_contains_the_answer_earns_nothing():
 @pytest.mark.parametrize("metadata", [{}, {"entry": {"answer": "3"}}, {"entry": "3"}])
 def test_a_sample_without_its_entry_is_an_error_not_a_zero(metadata):
     with pytest.raises(DataError, match=r"metadata\.entry"):
-        asyncio.run(chain_sum_reward(None, Sample(response="3", metadata=metadata)))
+        asyncio.run(integer_reward(None, Sample(response="3", metadata=metadata)))
 
 
 def test_another_file_than_the_expected_model_is_refused(tmp_path):
@@ -174,10 +227,16 @@ def test_a_finished_model_folder_is_left_alone_and_a_foreign_one_is_refused(tmp_
         prepare_model.main(["--out", str(foreign)])
 
 
-@pytest.mark.parametrize("folder", [FOLDER, FOLDER.with_name("ppo_smollm2_chain_sum")])
-@pytest.mark.parametrize("name", ["recipe.yaml", "recipe_cpu.yaml"])
-def test_recipes_hold_only_settings_that_exist(folder, name):
-    assert parse(["--config", str(folder / name)], Catalogue()).problems == []
+RECIPES = [*FOLDER.glob("*.yaml"), *FOLDER.with_name("ppo_smollm2_chain_sum").glob("*.yaml")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[f"{path.parent.name}/{path.name}" for path in RECIPES])
+def test_recipes_hold_only_settings_and_a_reward_that_exist(recipe):
+    parsed = parse(["--config", str(recipe)], Catalogue())
+    assert parsed.problems == []
+    assert resolve_name(yaml.safe_load(recipe.read_text())["custom-rm-path"].replace("reward.", "reward:")) is (
+        integer_reward
+    )
 
 
 @pytest.fixture(scope="module")
