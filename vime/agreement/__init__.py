@@ -1,0 +1,1 @@
+"""Who says what of the same tokens under the same weights: engine, trainer and HF transformers, and how they differ."""
