@@ -77,7 +77,7 @@ class ProbeResult:
 
 
 TrainerPart: TypeAlias = Literal["weights", "state"]
-"""What of a trainer leaves its device: the policy's weights; or gradients, optimizer state and reference model."""
+"""What of a trainer leaves its device: the policy's weights; or gradients, optimizer state and critic."""
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "state")
 
 

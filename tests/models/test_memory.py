@@ -22,7 +22,13 @@ def test_weights_gradients_and_state_of_one_rank(dtype, bytes_a_parameter):
     got = parts(QWEN3_06B, dtype=dtype)
     n = parameters(QWEN3_06B).total
     assert (got["weights"], got["gradients"], got["optimizer state"]) == tuple(n * b for b in bytes_a_parameter)
-    assert parts(QWEN3_06B, has_reference=True)["reference weights"] == 2 * n
+
+
+def test_a_reference_takes_host_memory_and_nothing_of_the_device():
+    n = parameters(QWEN3_06B).total
+    without, with_one = (estimate(QWEN3_06B, Division(), Training(num_host_weights=k))[0] for k in (0, 1))
+    assert with_one.parts == without.parts
+    assert with_one.host_bytes - without.host_bytes == 2 * n
 
 
 def test_a_critic_is_a_second_model_without_the_rows_of_a_vocabulary_head():

@@ -158,7 +158,7 @@ def _notes(config: Config, dtype: str) -> tuple[str, ...]:
 
 def _in_turns(device: DeviceMemory, *, trainer_leaves: bool) -> DeviceMemory:
     """A device whose engine sleeps at the fullest moment, and whose trainer has a place on the host to leave to."""
-    away = sum(device.parts[name] for name in ("weights", "optimizer state", "reference weights"))
+    away = sum(device.parts[name] for name in ("weights", "optimizer state"))
     return replace(
         device,
         parts={**device.parts, "engine": ASLEEP_BYTES},

@@ -199,7 +199,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="function",
         parameters=("config", "pre_process", "post_process", "build"),
         returns="PolicyModel",
-        called="on every training rank; makes the policy, and the reference where there is one",
+        called="on every training rank; makes the policy; a reference takes its modules, too",
     ),
     Hook(
         key="train.custom_megatron_init_path",

@@ -56,8 +56,8 @@ class Training:
     grad_reduce_in_fp32: bool = True
     optimizer_offload_fraction: float = 0.0
     """Part of the optimizer's state that lives in host memory."""
-    has_reference: bool = False
-    """A second set of weights for the KL to a reference."""
+    num_host_weights: int = 0
+    """Further sets of weights in host memory: a reference."""
     has_critic: bool = False
     """A second model that is trained (PPO)."""
     sync_buffer_bytes: int = 512 * MIB
@@ -120,7 +120,7 @@ def _device(
     width = _WIDTH[training.dtype]
     own = rank_parameters(model, division, rank)
     state = _optimizer_bytes(own, division, training)
-    host = _host_bytes(own, division, training)
+    host = _host_bytes(own, division, training) + training.num_host_weights * width * own.total
     on_device = 1 - training.optimizer_offload_fraction
     critic = critic_state = 0
     if training.has_critic:
@@ -141,7 +141,6 @@ def _device(
         "weights": width * own.total,
         "gradients": _gradient_width(training) * own.total,
         "optimizer state": round(on_device * state),
-        "reference weights": width * own.total if training.has_reference else 0,
         "critic and its gradients": critic,
         "critic's optimizer state": critic_state,
         "working memory": fullest,

@@ -68,7 +68,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         optimizer_offload_fraction=(
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
-        has_reference=needs_reference(config.algo),
+        num_host_weights=int(needs_reference(config.algo)),
         has_critic=needs_critic(config.algo),
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from vime.config import AlgoConfig
+from vime.config import AlgoConfig, CheckpointConfig
 from vime.platform import get_platform
+from vime.trainer.megatron.host_weights import SWAP_BUFFER_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = get_platform("cuda")
@@ -57,7 +58,7 @@ def test_what_leaves_the_device_comes_back_bit_by_bit_and_leaves_nothing_behind(
     batch = make_batch(LENGTHS, micro=3)
     trainer.train(batch)
     parts = trainer._parts
-    tensors = [*parts._weights(), *parts._state(), *(p for m in trainer._reference for p in m.parameters())]
+    tensors = [*parts._weights(), *parts._state()]
     want = [t.detach().cpu() for t in tensors]
     all_storages = [t.untyped_storage() for t in (*tensors, *trainer._policy.grad_buffers())]
     num_bytes = sum({storage._cdata: storage.nbytes() for storage in all_storages}.values())
@@ -81,6 +82,39 @@ def test_what_leaves_the_device_comes_back_bit_by_bit_and_leaves_nothing_behind(
     assert len(set(seen[1:])) == 1
     losses = [trainer.train(batch)["train/loss"] for _ in range(2)]
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", torch.float32), ("glm4_moe", torch.bfloat16)])
+def test_a_reference_takes_nothing_of_the_device_and_says_what_a_model_of_its_own_would(
+    model_folder, make_trainer, make_batch, kind, dtype
+):
+    folder, _ = model_folder(kind, dtype=dtype)
+    other, _ = model_folder(kind, dtype=dtype, seed=9)
+    batch = make_batch(LENGTHS, micro=3)
+    want = make_trainer(other, platform=CUDA).log_probs(batch)
+    alone = make_trainer(folder, platform=CUDA)
+    num_bytes = torch.cuda.memory_allocated()
+    trainer = make_trainer(
+        folder,
+        algo=AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1),
+        checkpoint=CheckpointConfig(ref_load=str(other)),
+        platform=CUDA,
+    )
+    del alone
+    assert torch.cuda.memory_allocated() <= num_bytes
+    weights = [t.detach().cpu() for t in trainer._parts._weights()]
+    trainer.log_probs(batch)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.log_probs(batch)
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with trainer._reference.in_place():
+        got = trainer.log_probs(batch)
+    block = max(t.untyped_storage().nbytes() for t in trainer._parts._weights())
+    assert torch.cuda.max_memory_allocated() <= max(peak, num_bytes + min(block, SWAP_BUFFER_BYTES) + (1 << 20))
+    # A token's experts are added up in no certain order.
+    assert np.nanmax(np.abs(got - want)) <= (0 if kind == "qwen3" else 0.05)
+    assert all(torch.equal(t.detach().cpu(), w) for t, w in zip(trainer._parts._weights(), weights, strict=True))
 
 
 def test_bf16_gradients_do_not_depend_on_micro_batches(model_folder, make_trainer, make_batch):

@@ -53,7 +53,6 @@ def test_every_hook_of_the_trainer_is_called_in_its_turn(model_folder, make_trai
     assert (tmp_path / "calls").read_text().splitlines() == [
         "init 0 1 True",
         "provider True True",
-        "provider True True",  # the reference
         "log_prob '' True",
         "log_prob 'ref_' True",
         "step 7 0 True True",

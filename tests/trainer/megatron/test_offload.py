@@ -38,17 +38,6 @@ def test_parts_leave_and_come_back_one_by_one_and_new_contents_go_with_them():
     offloader.close()
 
 
-def test_a_part_that_never_changes_is_copied_to_the_host_once():
-    reference = torch.arange(4.0)
-    offloader = Offloader()
-    offloader.offload("reference", [reference], is_constant=True)
-    offloader.onload("reference")
-    reference += 1  # shows whether the host's copy is the first one
-    offloader.offload("reference", [reference], is_constant=True)
-    offloader.onload("reference")
-    assert torch.equal(reference, torch.arange(4.0))
-
-
 def test_host_memory_is_kept_for_the_next_turn():
     arena = HostArena()
     arena.reserve(100, pinned=False)
@@ -78,7 +67,7 @@ def test_a_trainer_trains_on_after_its_parts_were_away(model_folder, make_traine
         trainer = make_trainer(folder, algo=algo)
         trainer.train(batch)
         if away:
-            parts = DeviceParts(trainer._policy, trainer._reference, "cpu")
+            parts = DeviceParts(trainer._policy, "cpu")
             scores = trainer.score([[5, 6, 7]])[0][1:].tolist()
             for _ in range(2):
                 parts.offload(["state"])

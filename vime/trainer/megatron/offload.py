@@ -19,16 +19,24 @@ from vime.models.memory import GIB
 from vime.protocols import TRAINER_PARTS, TrainerPart
 from vime.trainer.megatron.model import Policy
 
-_ALIGNMENT = 512
+ALIGNMENT = 512
+"""Of what is laid one behind the other in host memory."""
+_USE = (
+    "to which the trainer would leave the device; give the host more memory, or let it stay by --no-offload-train and "
+    "a lower --vllm-gpu-memory-utilization"
+)
 
 
 class HostArena:
     """One block of host memory, pinned where a CUDA device is to read it; kept from turn to turn, for pinning is slow.
 
     torch's own pinned memory is not used: it rounds each block up to a power of two.
+
+    Args: use: how an error goes on that says that the host lacks memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, use: str = _USE) -> None:
+        self._use = use
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
@@ -47,9 +55,7 @@ class HostArena:
             code = int(runtime.cudaHostRegister(self._block.data_ptr(), num_bytes, 0))
             if code:
                 raise TrainingError(
-                    f"{num_bytes / GIB:.1f} GiB of host memory could not be pinned (CUDA error {code}), to which "
-                    "the trainer would leave the device; give the host more memory, or let it stay by "
-                    "--no-offload-train and a lower --vllm-gpu-memory-utilization"
+                    f"{num_bytes / GIB:.1f} GiB of host memory could not be pinned (CUDA error {code}), {self._use}"
                 )
             self._is_pinned = True
 
@@ -74,8 +80,6 @@ class Away:
     """Storage, place in the arena, bytes."""
     dropped: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     is_away: bool = False
-    is_written: bool = False
-    """Whether the arena holds the bytes already; they are of a constant part."""
 
 
 class Offloader:
@@ -91,30 +95,25 @@ class Offloader:
         """Whether the part was offloaded and did not come back."""
         return part in self._parts and self._parts[part].is_away
 
-    def offload(
-        self, part: str, keep: Iterable[Tensor], drop: Iterable[Tensor] = (), *, is_constant: bool = False
-    ) -> int:
+    def offload(self, part: str, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
         """Move the storages of `keep` to the host and free those of `drop`, whose contents are not needed.
 
         A storage behind both is kept. One that another part has emptied already is left alone.
 
-        Args: is_constant: the contents never change, so they are copied to the host once.
         Returns: bytes freed on the device.
         """
         away = self._parts.setdefault(part, Away())
         if away.is_away:
             raise RuntimeError(f"{part} is offloaded already")
-        storages = _filled(keep)
+        storages = filled_storages(keep)
         place = 0
         kept = []
         for storage in storages.values():
             kept.append((storage, place, storage.nbytes()))
-            place += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        dropped = [(s, s.nbytes()) for key, s in _filled(drop).items() if key not in storages]
-        if not (is_constant and away.is_written):
-            away.arena.reserve(place, pinned=any(s.device.type == "cuda" for s, _, _ in kept))
-            _copy(kept, away.arena, to_host=True)
-            away.is_written = is_constant
+            place += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        dropped = [(s, s.nbytes()) for key, s in filled_storages(drop).items() if key not in storages]
+        away.arena.reserve(place, pinned=any(s.device.type == "cuda" for s, _, _ in kept))
+        _copy(kept, away.arena, to_host=True)
         away.kept, away.dropped, away.is_away = kept, dropped, True
         for storage in (*(s for s, _, _ in kept), *(s for s, _ in dropped)):
             storage.resize_(0)
@@ -132,7 +131,7 @@ class Offloader:
             storage.resize_(num_bytes)
         _copy(away.kept, away.arena, to_host=False)
         for storage, _ in away.dropped:
-            _bytes_of(storage).zero_()
+            bytes_of(storage).zero_()
         taken = sum(n for _, _, n in away.kept) + sum(n for _, n in away.dropped)
         away.kept, away.dropped, away.is_away = [], [], False
         return taken
@@ -144,13 +143,17 @@ class Offloader:
         self._parts.clear()
 
 
-def _filled(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages behind tensors that hold something, each once, by an identity that emptying does not change."""
+def filled_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages behind tensors that hold something, each once, by an identity that emptying does not change.
+
+    In the tensors' order.
+    """
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] uint8, a view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -162,7 +165,7 @@ def _copy(kept: Sequence[tuple[torch.UntypedStorage, int, int]], arena: HostAren
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for storage, begin, num_bytes in kept:
-            device, host = _bytes_of(storage), arena.slice(begin, num_bytes)
+            device, host = bytes_of(storage), arena.slice(begin, num_bytes)
             (host if to_host else device).copy_(device if to_host else host, non_blocking=stream is not None)
     if stream is not None:
         stream.synchronize()
@@ -171,15 +174,8 @@ def _copy(kept: Sequence[tuple[torch.UntypedStorage, int, int]], arena: HostAren
 class DeviceParts:
     """What a trainer has on its device, in the two parts that leave and come back: see `vime.protocols.TrainerPart`."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        reference: Sequence[torch.nn.Module],
-        device_type: str,
-        *,
-        critic: Policy | None = None,
-    ) -> None:
-        self._policy, self._reference, self._device_type = policy, reference, device_type
+    def __init__(self, policy: Policy, device_type: str, *, critic: Policy | None = None) -> None:
+        self._policy, self._device_type = policy, device_type
         self._trained = [policy] if critic is None else [policy, critic]
         self._offloader = Offloader()
 
@@ -187,13 +183,12 @@ class DeviceParts:
         """Free the device of these parts, and of what torch has cached for later."""
         away, parts = self._offloader.is_away, set(parts)
         if "state" in parts and not away("state"):
-            weights = _filled(self._weights())
+            weights = filled_storages(self._weights())
             for trained in self._trained:
                 trained.optimizer.zero_grad()  # copies of gradients that the optimizer still holds
             state = [t for t in self._state() if t.untyped_storage()._cdata not in weights]
             drop = [buffer for trained in self._trained for buffer in trained.grad_buffers()]
             self._offloader.offload("state", state, drop=drop)
-            self._offloader.offload("reference", _parameters_and_buffers(self._reference), is_constant=True)
         if "weights" in parts and not away("weights"):
             self._offloader.offload("weights", self._weights())
         torch.cuda.empty_cache()
@@ -203,8 +198,6 @@ class DeviceParts:
         try:
             for part in parts:
                 self._offloader.onload(part)
-                if part == "state":
-                    self._offloader.onload("reference")
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
             raise TrainingError(
@@ -217,7 +210,7 @@ class DeviceParts:
         self._offloader.close()
 
     def _weights(self) -> list[Tensor]:
-        return self._on_device(_parameters_and_buffers(self._policy.chunks))
+        return self._on_device(parameters_and_buffers(self._policy.chunks))
 
     def _state(self) -> list[Tensor]:
         """What only a training step needs: optimizers, and all of the critic, whose weights no engine gets."""
@@ -226,12 +219,13 @@ class DeviceParts:
             state += [p for group in trained.optimizer.param_groups for p in group["params"]]
             state += trained.optimizer_tensors()
             if trained is not self._policy:
-                state += _parameters_and_buffers(trained.chunks)
+                state += parameters_and_buffers(trained.chunks)
         return self._on_device(state)
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor.device.type == self._device_type]
 
 
-def _parameters_and_buffers(modules: Sequence[torch.nn.Module]) -> list[Tensor]:
+def parameters_and_buffers(modules: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """All tensors of modules, in an order that stays."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vime.config import Config
 from vime.config.estimators import needs_critic, needs_reference
-from vime.models import ModelSettings, family_of
+from vime.models import family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
@@ -44,8 +44,9 @@ from vime.trainer.megatron import (
 )
 from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.critic import Critic
+from vime.trainer.megatron.host_weights import HostWeights
 from vime.trainer.megatron.layout import layout_of
-from vime.trainer.megatron.reference import build_reference
+from vime.trainer.megatron.reference import load_reference
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
@@ -118,17 +119,21 @@ class MegatronTrainer:
 
     def _build(self, total_steps: int) -> None:
         train = self._config.train
-        chunks, self._forward = self._new_model(self._model)
+        chunks, self._forward = model.build_chunks(self._settings, self._new_chunk)
         hf_io.load_hf(chunks, self._source, self._names, self._model)
         self._homes = shards.homes(chunks, self._names, self._model)
         for chunk in chunks:
             chunk.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
-        self._reference: list[torch.nn.Module] = []
+        self._reference: HostWeights | None = None
         if needs_reference(self._config.algo):
-            folder = Path(self._config.checkpoint.ref_load or self._source)
-            self._reference = build_reference(
-                folder, self._model, self._names, self._new_model, policy_folder=self._source
+            self._reference = load_reference(
+                Path(self._config.checkpoint.ref_load or self._source),
+                chunks,
+                self._model,
+                self._names,
+                policy_folder=self._source,
+                dtype=self._settings.dtype,
             )
         self._layout = layout_of(self._model, self._settings, device_type=self._platform.device_type)
         self._ppo: ppo.Ppo | None = None
@@ -136,16 +141,12 @@ class MegatronTrainer:
             of_policy = (self._source, self._model, self._names, self._settings.sizes, self._layout)
             device_type = self._platform.device_type
             self._ppo = ppo.Ppo(self._config, Critic(self._config, *of_policy, device_type, total_steps=total_steps))
-        of_critic = self._critic_model
-        self._parts = offload.DeviceParts(self._policy, self._reference, self._platform.device_type, critic=of_critic)
+        self._parts = offload.DeviceParts(self._policy, self._platform.device_type, critic=self._critic_model)
 
-    def _new_model(self, of: ModelSettings) -> tuple[list[model.PolicyModel], list[torch.nn.Module]]:
-        def build(chunk: int) -> model.PolicyModel:
-            chunk_size = self._config.train.log_probs_chunk_size
-            usual = partial(model.PolicyModel, of, self._settings, chunk_size=chunk_size, chunk=chunk)
-            return self._hooks.build(chunk, usual)
-
-        return model.build_chunks(self._settings, build)
+    def _new_chunk(self, chunk: int) -> model.PolicyModel:
+        chunk_size = self._config.train.log_probs_chunk_size
+        usual = partial(model.PolicyModel, self._model, self._settings, chunk_size=chunk_size, chunk=chunk)
+        return self._hooks.build(chunk, usual)
 
     # Log-probs
 
@@ -153,21 +154,21 @@ class MegatronTrainer:
         """[T] log-probs of each token at the sampling temperature; NaN at each first token."""
         wanted = np.ones(len(batch.tokens), dtype=np.bool_)
         wanted[batch.cu_seqlens[:-1]] = False
-        return self._batch_log_probs(self._forward, batch, wanted)
+        return self._batch_log_probs(batch, wanted)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
         return forward.score(self._forward, sequences, layout=self._layout)
 
     def _batch_log_probs(
-        self, chunks: list[torch.nn.Module], batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
+        self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
-        self._hooks.before_log_probs(chunks, store_prefix)
+        self._hooks.before_log_probs(self._forward, store_prefix)
         limit = self._config.train.log_probs_max_tokens_per_gpu
         mine = forward.micro_batches_without_gradients(batch, self._model, self._settings.sizes, limit=limit)
         return forward.shared_log_probs(
-            chunks,
+            self._forward,
             batch.tokens,
             batch.cu_seqlens,
             mine,
@@ -212,10 +213,10 @@ class MegatronTrainer:
         reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy
         if policy_loss and (len(batch.steps) > 1 or reads_old):
             with timed("log_probs"):
-                old = self._batch_log_probs(self._forward, batch, mask)
-        if self._reference:
-            with timed("ref_log_probs"):
-                reference = self._batch_log_probs(self._reference, batch, mask, "ref_")
+                old = self._batch_log_probs(batch, mask)
+        if self._reference is not None:
+            with timed("ref_log_probs"), self._reference.in_place():
+                reference = self._batch_log_probs(batch, mask, "ref_")
         if self._ppo is not None:
             with timed("values"):
                 batch, of_values = self._ppo.with_advantages(batch, old, reference)
@@ -381,6 +382,8 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         self._parts.close()
+        if self._reference is not None:
+            self._reference.close()
         for trained in self._trained:
             trained.release()
         parallel.stop()
