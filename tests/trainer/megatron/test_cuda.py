@@ -92,7 +92,7 @@ def test_a_reference_takes_nothing_of_the_device_and_says_what_a_model_of_its_ow
     other, _ = model_folder(kind, dtype=dtype, seed=9)
     batch = make_batch(LENGTHS, micro=3)
     want = make_trainer(other, platform=CUDA).log_probs(batch)
-    alone = make_trainer(folder, platform=CUDA)
+    make_trainer(folder, platform=CUDA)
     num_bytes = torch.cuda.memory_allocated()
     trainer = make_trainer(
         folder,
@@ -100,7 +100,6 @@ def test_a_reference_takes_nothing_of_the_device_and_says_what_a_model_of_its_ow
         checkpoint=CheckpointConfig(ref_load=str(other)),
         platform=CUDA,
     )
-    del alone
     assert torch.cuda.memory_allocated() <= num_bytes
     weights = [t.detach().cpu() for t in trainer._parts._weights()]
     trainer.log_probs(batch)
