@@ -50,6 +50,9 @@ class AlgoConfig:
     eps_clip_c: float | None = setting(None, "dual-clip bound for negative advantages, above 1; default: off")
     kl_coef: float = setting(0.0, "take this times the KL to the reference model from the rewards")
     use_kl_loss: bool = setting(False, "add the KL to the reference model to the loss")
+    ref_update_interval: int | None = setting(
+        None, "the reference becomes the policy every this many rollouts; default: it stays"
+    )
     kl_loss_coef: float = setting(0.0, "its coefficient")
     kl_loss_type: str | None = setting(
         None, "the KL's estimator; default: k3 in the loss, k1 in the rewards", choices=("k1", "k2", "k3", "low_var_kl")

@@ -46,6 +46,7 @@ MINIMA: Mapping[str, float] = {
     "algo.eps_clip_high": 0,
     "algo.kl_loss_coef": 0,
     "algo.kl_coef": 0,
+    "algo.ref_update_interval": 1,
     "algo.gamma": 0,
     "algo.loss_agg_length": 1,
     "algo.overlong_buffer_len": 1,

@@ -48,7 +48,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     (("rollout.num_epoch",), lambda c: bool(c.rollout.num_rollout), "--num-rollout counts; give one of them"),
     (
-        ("algo.kl_loss_type", "checkpoint.ref_load"),
+        ("algo.kl_loss_type", "algo.ref_update_interval", "checkpoint.ref_load"),
         lambda c: not needs_reference(c.algo),
         "add --use-kl-loss, or --kl-coef",
     ),
@@ -275,6 +275,7 @@ _RULES: tuple[Rule, ...] = (
             "algo.eps_clip_c",
             "algo.use_kl_loss",
             "algo.kl_loss_coef",
+            "algo.ref_update_interval",
             "algo.entropy_coef",
             "rollout.dynamic_sampling_filter_path",
             "rollout.custom_generate_function_path",

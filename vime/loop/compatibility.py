@@ -42,6 +42,7 @@ def settings_to_keep(config: Config, hf_config: Mapping[str, Any], *, dtype: str
             "--global-batch-size": config.train.global_batch_size,
             "--rollout-batch-size": config.rollout.rollout_batch_size,
             "--n-samples-per-prompt": config.rollout.n_samples_per_prompt,
+            **({"--ref-update-interval": every} if (every := config.algo.ref_update_interval) else {}),
         },
     }
 

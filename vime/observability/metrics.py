@@ -79,6 +79,7 @@ train/opsm_clipfrac | ratio | tokens of negative advantage that --use-opsm left 
 train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (trajectory mean); 1 until the policy moves
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout, or since an earlier version sampled it
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
+train/reference_rollout | 1 | the rollout whose weights the reference is now (--ref-update-interval); -1 while it is --ref-load
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens, exact over the global batch
 train/train_rollout_k3_kl | nats | estimate of KL(engine, trainer) on the tokens the engine sampled: r - 1 - ln r with r = exp(trainer log-prob - engine log-prob), averaged as that difference is

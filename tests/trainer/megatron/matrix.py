@@ -53,6 +53,8 @@ LOSSES = {
         **_KL,
     },
     "kl in reward": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "gamma": 0.9, "eps_clip_c": 3.0},
+    # The reference becomes the policy after each rollout, and is saved and read with it.
+    "moving reference": {**_KL, "ref_update_interval": 1},
     "sft": {"loss_type": "sft_loss"},
     "own": {  # the loss of "rl" as a custom function
         "loss_type": "custom_loss",
@@ -147,11 +149,13 @@ SMOKE = [
     Case("CP2", "llama", loss="sequences"),
     Case("CP2", loss="kl in reward"),
     Case("TP2+SP", loss="ppo", saves=True),
+    Case("TP2+SP", loss="moving reference", saves=True),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
     Case("CP2", loads="PP2 qwen3"),
     Case("DP2 EP2", "moe", loads="DP2 EP2 moe"),
+    Case("PP2", loss="moving reference", loads="TP2+SP qwen3 moving reference"),
 ]
 
 MATRIX = [
@@ -210,6 +214,16 @@ MATRIX = [
     Case("PP2", loss="kl in reward"),
     Case("PP2", loss="own"),
     Case("CP2", loss="own"),
+    # A second set of weights
+    Case("CP2", "moe", loss="moving reference"),
+    Case("PP2 VP2", "qwen3 deep", loss="moving reference", saves=True),
+    Case("DP2 EP2", "moe", "overlap param gather", loss="moving reference", saves=True),
+    Case("DP2", "llama", "plain optimizer", loss="moving reference", saves=True),
+    Case("DP2", option="optimizer on the host", loss="moving reference"),
+    Case("TP2", "qwen3 untied", "vocabulary padded", loss="moving reference"),
+    Case("TP2+SP EP2 ETP1", "glm", loss="moving reference", saves=True),
+    Case("CP2 EP2", "glm", loss="moving reference", loads="TP2+SP EP2 ETP1 glm moving reference"),
+    Case("PP2", "qwen3 deep", loss="moving reference", loads="PP2 VP2 qwen3 deep moving reference"),
     # PPO's critic
     Case("CP2", "moe", loss="ppo"),
     Case("DP2", loss="ppo"),

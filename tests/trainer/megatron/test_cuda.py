@@ -107,7 +107,7 @@ def test_a_reference_takes_nothing_of_the_device_and_says_what_a_model_of_its_ow
     trainer.log_probs(batch)
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with trainer._reference.in_place():
+    with trainer._others.reference.in_place():
         got = trainer.log_probs(batch)
     block = max(t.untyped_storage().nbytes() for t in trainer._parts._weights())
     assert torch.cuda.max_memory_allocated() <= max(peak, num_bytes + min(block, SWAP_BUFFER_BYTES) + (1 << 20))

@@ -60,7 +60,7 @@ def test_a_reference_is_what_a_model_of_its_own_would_say(
     trainer = make_trainer(folder, algo=KL, checkpoint=CheckpointConfig(ref_load=str(other)))
     for _ in range(2):
         before = bytes_of_all(trainer)
-        with trainer._reference.in_place():
+        with trainer._others.reference.in_place():
             got = trainer.log_probs(batch)
         assert np.array_equal(got, want, equal_nan=True)
         assert all(torch.equal(a, b) for a, b in zip(bytes_of_all(trainer), before, strict=True))
@@ -86,3 +86,45 @@ def test_a_reference_of_another_dtype_is_named(model_folder, make_trainer, caplo
     with caplog.at_level(logging.WARNING):
         make_trainer(folder, algo=KL, checkpoint=CheckpointConfig(ref_load=str(other)))
     assert f"--ref-load {other} is stored in float32 and is rounded to bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_reference_that_moves_is_saved_and_resumed(
+    model_folder, make_trainer, make_batch, tmp_path, caplog, distributed
+):
+    """It becomes the policy after rollouts 1 and 3, and is what it was when the run goes on."""
+    folder, _ = model_folder("glm4_moe", dtype=torch.bfloat16)
+    other, _ = model_folder("glm4_moe", dtype=torch.bfloat16, seed=9)
+    settings = dict(
+        algo=replace(KL, ref_update_interval=2),
+        checkpoint=CheckpointConfig(ref_load=str(other)),
+        megatron={"lr": 1e-2, "use_distributed_optimizer": distributed},
+    )
+    batches = [replace(make_batch(LENGTHS, micro=3, seed=k), rollout_id=k) for k in range(4)]
+    trainer = make_trainer(folder, **settings)
+    policy, moved, metrics = [], [], []
+    for k, batch in enumerate(batches):
+        metrics.append(trainer.train(batch))
+        policy.append(trainer.log_probs(batches[0]))
+        with trainer._others.reference.in_place():
+            moved.append(trainer.log_probs(batches[0]))
+        if k == 2:
+            trainer.begin_save(tmp_path / "after 2")  # in the background: what follows is not in it
+    trainer.end_save(wait=True)
+    assert [m["train/reference_rollout"] for m in metrics] == [-1, 1, 1, 3]
+    assert np.array_equal(moved[1], policy[1], equal_nan=True) and np.array_equal(moved[3], policy[3], equal_nan=True)
+    assert not np.array_equal(moved[0], moved[1], equal_nan=True)
+
+    resumed = make_trainer(folder, **settings)
+    with caplog.at_level(logging.WARNING):
+        resumed.load(tmp_path / "after 2")
+    assert f"after rollout 1, not --ref-load {other}" in caplog.text
+    got = resumed.train(batches[3])
+    assert {n: v for n, v in got.items() if n.startswith("train/")} == {
+        n: v for n, v in metrics[3].items() if n.startswith("train/")
+    }
+    assert np.array_equal(resumed.log_probs(batches[0]), policy[3], equal_nan=True)
+    anew = make_trainer(folder, **(settings | {"checkpoint": CheckpointConfig(ref_load=str(other), finetune=True)}))
+    anew.load(tmp_path / "after 2")
+    with anew._others.reference.in_place():
+        assert np.array_equal(anew.log_probs(batches[0]), moved[0], equal_nan=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.gathered_state import is_shared
+from vime.trainer.megatron.host_weights import HostWeights
 from vime.trainer.megatron.model import Policy, single_optimizers
 from vime.trainer.megatron.own_state import OPTIMIZER_STATE, OwnState, merged_in_place
 from vime.trainer.megatron.saving import Save
@@ -28,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 CRITIC = "critic."
 """How the keys of all of a critic's begin; what follows is as the policy's."""
+REFERENCE = "reference."
+"""How the keys of a reference's weights begin."""
 
 
 def begin_save(
@@ -38,13 +42,14 @@ def begin_save(
     with_optimizer: bool,
     in_background: bool,
     critic: Policy | None = None,
+    reference: HostWeights | None = None,
 ) -> Save:
     """Start to write a checkpoint folder; under its final name it is always whole. Collective.
 
     Args:
         counters: plain numbers to come back from `load`.
         in_background: return when the state is copied, not when it is written.
-        critic: goes into the same checkpoint.
+        critic, reference: go into the same checkpoint.
     """
     state = {**_state(policy, with_optimizer=with_optimizer, is_loading=False), "counters": counters}
     if with_optimizer:
@@ -54,17 +59,30 @@ def begin_save(
         state["critic"] = _state(critic, with_optimizer=with_optimizer, is_loading=False)
         add_prefix_for_sharding(state["critic"], CRITIC)
         state["has_critic"] = True
+    if reference is not None:
+        state["reference"] = _kept_state(policy, reference)
+        add_prefix_for_sharding(state["reference"], REFERENCE)
+        state["has_reference"] = True
     # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
     is_copy = policy.has_distributed_optimizer and all(map(is_shared, single_optimizers(policy.optimizer)))
     fresh = (OPTIMIZER_STATE, CRITIC + OPTIMIZER_STATE) if is_copy else ()
     return Save(state, path, in_background=in_background, fresh_prefix=fresh)
 
 
-def load(policy: Policy, path: Path, *, with_optimizer: bool, critic: Policy | None = None) -> dict[str, int]:
+def load(
+    policy: Policy,
+    path: Path,
+    *,
+    with_optimizer: bool,
+    critic: Policy | None = None,
+    reference: HostWeights | None = None,
+) -> dict[str, int]:
     """Restore what `save` wrote; returns its counters. Collective.
 
-    Args: critic: restored, too, if the checkpoint has one; if it has none, weights alone can be loaded, and the critic
-        stays as it is.
+    Args:
+        critic: restored, too, if the checkpoint has one; if it has none, weights alone can be loaded, and the critic
+            stays as it is.
+        reference: becomes the checkpoint's, if that has one.
     Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer or critic where one is wanted;
         TrainingError if it cannot be read.
     """
@@ -78,6 +96,9 @@ def load(policy: Policy, path: Path, *, with_optimizer: bool, critic: Policy | N
         if with_optimizer:
             raise ConfigError(f"{path} has no critic; add --finetune to begin with its policy and a new critic")
         critic = None
+    if reference is not None and saved.get("has_reference"):
+        with reference.in_place():
+            _load_weights(policy, path, REFERENCE)
     same_layout = saved.get("layout") == _layout()
     wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
     own = _own_states(policy, wanted, "") if with_optimizer else []
@@ -164,6 +185,25 @@ def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any],
         # Of distributed optimizers without the tensors, which are read when these are allocated.
         policy.optimizer.load_state_dict(state["optimizer"])
     policy.scheduler.load_state_dict(saved["scheduler"])
+
+
+def _load_weights(policy: Policy, path: Path, prefix: str) -> None:
+    """Into the model, and nothing else. Args: prefix: of their keys in the checkpoint."""
+    wanted = _state(policy, with_optimizer=False, is_loading=True)
+    add_prefix_for_sharding(wanted, prefix)
+    with _readable(path):
+        state = dist_checkpointing.load(wanted, str(path))
+    for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
+        ddp.module.load_state_dict(state[key])
+
+
+def _kept_state(policy: Policy, weights: HostWeights) -> dict[str, Any]:
+    """A model's state with other weights than it has now."""
+    state = _state(policy, with_optimizer=False, is_loading=False)
+    return {
+        key: {name: replace(entry, data=weights.kept(entry.data)) for name, entry in model.items()}
+        for key, model in state.items()
+    }
 
 
 def _own_states(policy: Policy, state: Mapping[str, Any], prefix: str) -> list[tuple[OwnState, str]]:

@@ -33,7 +33,7 @@ from vime.trainer.megatron.safetensors_io import Outline, SafetensorsFolder, che
 from vime.trainer.megatron.shard_file import ShardFile
 from vime.trainer.megatron.stored_tensors import StoredTensors
 
-_NO_WEIGHTS = ("optimizer.", "critic.")
+_NO_WEIGHTS = ("optimizer.", "critic.", "reference.")
 """How the keys of a training checkpoint begin that are no part of the policy's weights."""
 _TRAINED = ("float32", "bfloat16")
 _CHOOSE = "choose one with --dtype float32 or --dtype bfloat16"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vime.config import Config
-from vime.config.estimators import needs_critic, needs_reference
+from vime.config.estimators import needs_critic
 from vime.models import family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
@@ -44,9 +44,8 @@ from vime.trainer.megatron import (
 )
 from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.critic import Critic
-from vime.trainer.megatron.host_weights import HostWeights
 from vime.trainer.megatron.layout import layout_of
-from vime.trainer.megatron.reference import load_reference
+from vime.trainer.megatron.other_policies import OtherPolicies
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
@@ -125,16 +124,7 @@ class MegatronTrainer:
         for chunk in chunks:
             chunk.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
-        self._reference: HostWeights | None = None
-        if needs_reference(self._config.algo):
-            self._reference = load_reference(
-                Path(self._config.checkpoint.ref_load or self._source),
-                chunks,
-                self._model,
-                self._names,
-                policy_folder=self._source,
-                dtype=self._settings.dtype,
-            )
+        self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
         self._layout = layout_of(self._model, self._settings, device_type=self._platform.device_type)
         self._ppo: ppo.Ppo | None = None
         if needs_critic(self._config.algo):
@@ -214,8 +204,8 @@ class MegatronTrainer:
         if policy_loss and (len(batch.steps) > 1 or reads_old):
             with timed("log_probs"):
                 old = self._batch_log_probs(batch, mask)
-        if self._reference is not None:
-            with timed("ref_log_probs"), self._reference.in_place():
+        if self._others.reference is not None:
+            with timed("ref_log_probs"), self._others.reference.in_place():
                 reference = self._batch_log_probs(batch, mask, "ref_")
         if self._ppo is not None:
             with timed("values"):
@@ -240,6 +230,7 @@ class MegatronTrainer:
             if old is None and policy_loss:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
             metrics |= train_step.result_metrics(results)
+        metrics |= self._others.trained(batch.rollout_id)
         if old is not None and policy_loss:
             metrics |= agreement_metrics(batch, mask, old, reference)
         metrics["train/step"] = float(self._step)
@@ -331,10 +322,11 @@ class MegatronTrainer:
         self._save = checkpoint.begin_save(
             self._policy,
             Path(path),
-            counters={"step": self._step},
+            counters={"step": self._step, **self._others.counters()},
             with_optimizer=not self._config.checkpoint.no_save_optim,
             in_background=in_background,
             critic=self._critic_model,
+            reference=self._others.to_save(),
         )
 
     def end_save(self, wait: bool) -> bool:
@@ -359,8 +351,16 @@ class MegatronTrainer:
         """
         settings = self._config.checkpoint
         with_optimizer = not (settings.no_load_optim or settings.finetune)
-        counters = checkpoint.load(self._policy, Path(path), with_optimizer=with_optimizer, critic=self._critic_model)
-        self._step = 0 if settings.finetune else counters["step"]
+        counters = checkpoint.load(
+            self._policy,
+            Path(path),
+            with_optimizer=with_optimizer,
+            critic=self._critic_model,
+            reference=None if settings.finetune else self._others.reference,
+        )
+        if not settings.finetune:
+            self._step = counters["step"]
+            self._others.loaded(counters)
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Leave the device with these parts (colocate); on the CPU platform nothing moves."""
@@ -382,8 +382,7 @@ class MegatronTrainer:
         if self._writer is not None:
             self._writer.close()
         self._parts.close()
-        if self._reference is not None:
-            self._reference.close()
+        self._others.close()
         for trained in self._trained:
             trained.release()
         parallel.stop()
