@@ -45,11 +45,10 @@ def main() -> int:
         with Lanes(options.lanes, model, out) as lanes:
             warm = options.warm_model or warmed_up(lanes, model, data / "train.jsonl", out)
             budget = settings.QUICK if options.quick else settings.FULL
-            longest_first = sorted(
-                names, key=lambda name: name not in settings.LONGEST
-            )  # so that no lane waits for one
+            # The longest first, so that no lane is left waiting for one.
+            in_order = sorted(names, key=lambda name: name not in settings.LONGEST)
             jobs: list[Callable[[Sequence[str]], None]] = []
-            for seed, name in itertools.product(seeds, longest_first):
+            for seed, name in itertools.product(seeds, in_order):
                 flags = [*budget, *settings.flags_of(name)]
                 if not record.has(name, seed, flags, warm):
                     jobs.append(partial(trained, lanes, record, name, seed, flags, warm, data, out))
@@ -57,12 +56,16 @@ def main() -> int:
     except LaneFailed as error:
         say(str(error))
         return 1
+    except KeyboardInterrupt:
+        say("interrupted; every process of it was ended, and --resume goes on behind the runs that had ended")
+        return 130
     runs = record.runs_of(names, seeds)
     text = report.table(names, runs)
     (out / "table.md").write_text(text, encoding="utf-8")
     report.plot(names, runs, out / "curves.png")
     print(text, flush=True)
-    problems = report.failures(names, runs, len(seeds), settings.MIN_GAIN[options.quick])
+    gain = settings.MIN_GAIN[options.quick]
+    problems = report.failures(names, runs, len(seeds), gain, critics=not options.quick)
     for problem in problems:
         say(problem)
     say(f"table, results and plot are in {out}" + ("" if problems else "; every row learned"))

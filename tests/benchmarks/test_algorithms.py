@@ -76,9 +76,10 @@ def test_a_control_must_not_learn(tmp_path: Path) -> None:
 def test_a_critic_must_come_to_know_something(tmp_path: Path) -> None:
     knows = write_run(tmp_path, 0.3, 0.9, explained=(-0.5, -0.1, 0.0, 0.2))
     knows_nothing = write_run(tmp_path, 0.3, 0.9, explained=(0.5, 0.1, 0.0, -0.2))
-    assert report.failures(["grpo"], [knows], 1, 0.25) == []
-    (found,) = report.failures(["grpo"], [knows_nothing], 1, 0.25)
+    assert report.failures(["grpo"], [knows], 1, 0.25, critics=True) == []
+    (found,) = report.failures(["grpo"], [knows_nothing], 1, 0.25, critics=True)
     assert "critic" in found
+    assert report.failures(["grpo"], [knows_nothing], 1, 0.25) == [], "a brief run is too short for it"
 
 
 def test_the_table_has_a_line_for_each_row(tmp_path: Path) -> None:
