@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.algorithms import report, settings
 from benchmarks.algorithms.lanes import ROOT, LaneFailed, Lanes
+from vime.platform import get_platform
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 
@@ -83,19 +84,24 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, with --quick 0")
     parser.add_argument("--resume", action="store_true", help="keep the runs that results.json under --out has")
-    parser.add_argument("--lanes", type=int, help="runs at a time; default: 2, on one core 1")
+    parser.add_argument("--lanes", type=int, help="runs at a time; default: 2, or 1 with one core or less than 12 GiB")
     parser.add_argument("--warm-model", type=Path, help="start from this checkpoint; default: one is made")
     parser.add_argument("--note", default="", help="put into results.json, such as who else used the machine")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "algorithms")
     options = parser.parse_args()
     if options.lanes is None:
-        options.lanes = min(2, len(os.sched_getaffinity(0)))
+        options.lanes = most_lanes(len(os.sched_getaffinity(0)), get_platform("cpu").total_memory_bytes())
     if options.lanes < 1:
         parser.error(f"--lanes {options.lanes}: at least 1")
     table = settings.rows(with_variants=not options.quick)
     if unknown := sorted(set(options.only or ()) - set(table)):
         parser.error(f"--only {' '.join(unknown)}: the rows are {', '.join(table)}")
     return options, [name for name in table if options.only is None or name in options.only]
+
+
+def most_lanes(cores: int, memory_bytes: int) -> int:
+    """How many runs at a time fit: each needs a core and 6 GiB of memory."""
+    return max(min(2, cores, memory_bytes // (6 << 30)), 1)
 
 
 def trained(

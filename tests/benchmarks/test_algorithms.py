@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.algorithms import report, settings
+from benchmarks.algorithms.__main__ import most_lanes
 from benchmarks.algorithms.lanes import LaneFailed, Lanes, shares_of_cores
 from vime.cli.parse import Catalogue, parse
 from vime.config.estimators import ESTIMATORS
@@ -118,6 +119,13 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_lanes_share_the_cores() -> None:
+    assert [most_lanes(cores, gib << 30) for cores, gib in ((2, 24), (16, 500), (1, 24), (2, 8), (2, 4))] == [
+        2,
+        2,
+        1,
+        1,
+        1,
+    ]
     assert shares_of_cores([0, 1], 2) == [[0], [1]]
     assert shares_of_cores([3, 4, 5, 6, 7], 2) == [[3, 4], [5, 6]]
     assert shares_of_cores([0], 2) == [[0], [0]]
