@@ -315,6 +315,36 @@ class LossInputs:
         return (self.weights * values).sum()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionInputs:
+    """What a custom function of importance weights sees of a micro-batch: the P tokens under mask 1 that this rank has.
+
+    Every rank calls the function, ranks without tokens too, because `sequence_mean` and `sequence_sum` ask all of them
+    where sequences are cut over ranks.
+    """
+
+    old_log_probs: Tensor
+    """[P] the trainer's, before the first step on this rollout; no gradient."""
+    rollout_log_probs: Tensor
+    """[P] as the engine sampled them."""
+    pg_loss: Tensor
+    """[P] the policy loss of each token, without weights; no gradient."""
+    advantages: Tensor
+    """[P]"""
+    weights: Tensor
+    """[P] what makes a plain sum the mean over trajectories of their token means, over the constant global batch."""
+    samples: Tensor
+    """[P] the index in the batch of each token's sample, int64."""
+    sequence_mean: Callable[[Tensor], Tensor]
+    """[P] -> [P]: for each token the mean over its whole sample."""
+    sequence_sum: Callable[[Tensor], Tensor]
+    """[P] -> [P]: the sum."""
+
+    def sum_of_sample_mean(self, values: Tensor) -> Tensor:
+        """The reduction of the default loss: [P] -> a scalar, this micro-batch's summand; for metrics."""
+        return (self.weights * values).sum()
+
+
 RolloutFunction: TypeAlias = Callable[..., RolloutResult]
 """(config: RolloutContext, rollout_id: int, data_source, engines, evaluation: bool = False) -> RolloutResult"""
 GenerateFunction: TypeAlias = Callable[[RolloutContext, Sample, SamplingParams], Awaitable["Sample | list[Sample]"]]

@@ -271,6 +271,9 @@ class RolloutResult:
 
 PG_WEIGHTS = "pg_loss_weights"
 """[T] column of `TrainBatch.extra`: what each token's policy loss is multiplied with, in place of `loss_weights`."""
+CORRECTION_WEIGHTS = "correction_weights"
+"""[T] column of `TrainBatch.extra`: what --use-tis and --use-rs multiply each token's policy loss with, where they have
+been worked out before the first step."""
 TOKEN_ADVANTAGES = "token_advantages"
 """[T] column of `TrainBatch.extra`: an advantage for each token, in place of its sample's."""
 METRIC_WEIGHTS = "metric_weights"

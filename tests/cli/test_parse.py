@@ -113,7 +113,7 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
         (["--apply-chat-template-kwargs", "{a}"], "--apply-chat-template-kwargs is '{a}', but needs JSON"),
         (["stray"], "'stray' stands alone: no flag before it takes it; flags begin with two dashes"),
         (["--balance-data"], "--balance-data is not here: micro-batches are always balanced over the ranks"),
-        (["--use-tis"], "--use-tis is not here yet: mismatch correction is not there"),
+        (["--use-score-centering"], "--use-score-centering is not here yet: not there"),
         (
             ["--sglang-mem-fraction-static", "0.7"],
             "--sglang-mem-fraction-static is called --vllm-gpu-memory-utilization here",

@@ -1,5 +1,6 @@
 """The algorithm's cross-checks: what a name stands for, and what does not go together."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,21 @@ from vime.config.estimators import kl_type, loss_agg_mode, needs_reference, pg_l
         ({"overlong_buffer_len": 9}, "--overlong-buffer-len is 9, more than the 8 tokens"),
         ({"overlong_penalty_factor": -1.0}, "--overlong-penalty-factor is -1.0, but must be at least 0"),
         ({"gamma": 1.5}, "--gamma is 1.5, but may be at most 1"),
+        ({"use_tis": True, "tis_clip_low": 3.0}, "--tis-clip-low is 3.0, more than --tis-clip 2.0"),
+        ({"use_tis": True, "tis_clip": 0.0}, "--tis-clip is 0.0, but must be above 0"),
+        ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis corrects for the engine's log-probs and"),
+        ({"use_rs": True}, "--use-rs rejects nothing without --rs-lower-bound"),
+        ({"use_rs": True, "rs_lower_bound": 2.0, "rs_upper_bound": 0.5}, "--rs-lower-bound is 2.0, more than"),
+        (
+            {"use_rs": True, "rs_veto_threshold": 1e-4, "rejected_tokens": "removed"}
+            | {"custom_pg_loss_reducer_function_path": "tests.loop.hooks.token_sum"},
+            "--rejected-tokens removed makes the weights of the tokens that are left anew",
+        ),
+        (
+            {"use_tis": True, "custom_tis_function_path": "tests.trainer.megatron.hooks.geometric_weights"}
+            | {"use_rs": True, "rs_upper_bound": 2.0, "rejected_tokens": "removed"},
+            "--custom-tis-function-path weights them micro-batch by micro-batch",
+        ),
         ({"kl_coef": -0.1}, "--kl-coef is -0.1, but must be at least 0"),
     ],
 )
@@ -75,6 +91,9 @@ def test_one_sample_a_prompt_needs_an_estimator_that_does_not_compare(right: Con
         {"calculate_per_token_loss": True, "loss_agg_mode": "token-mean", "eps_clip_high": 0.28},
         {"overlong_buffer_len": 8, "use_opsm": True, "normalize_advantages": True},
         {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
+        {"use_tis": True, "tis_mode": "mask", "tis_clip": 5.0, "tis_clip_low": 0.5, "rejected_tokens": "removed"},
+        {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001},
+        {"use_tis": True, "tis_clip": math.inf, "use_rs": True, "rs_veto_threshold": 1e-4, "pg_loss_type": "gspo"},
     ],
 )
 def test_what_goes_together_passes(right: Config, change: dict[str, Any]) -> None:
@@ -88,6 +107,16 @@ def test_what_goes_together_passes(right: Config, change: dict[str, Any]) -> Non
         ({}, "kl_loss_type", "add --use-kl-loss, or --kl-coef"),
         ({}, "use_unbiased_kl", "add --use-kl-loss"),
         ({}, "opsm_delta", "add --use-opsm"),
+        ({}, "tis_clip", "add --use-tis"),
+        ({}, "custom_tis_function_path", "add --use-tis"),
+        ({}, "rs_level", "add --use-rs"),
+        ({"use_rs": True, "rs_veto_threshold": 1e-4}, "rs_level", "give one of them"),
+        ({"use_tis": True}, "rejected_tokens", "nothing is rejected"),
+        (
+            {"use_tis": True, "custom_tis_function_path": "tests.trainer.megatron.hooks.geometric_weights"},
+            "tis_mode",
+            "makes the weights",
+        ),
         ({}, "overlong_penalty_factor", "add --overlong-buffer-len"),
         ({}, "loss_agg_length", "add --loss-agg-mode seq-mean-token-sum-norm"),
         ({}, "gamma", "reinforce_plus_plus discounts"),

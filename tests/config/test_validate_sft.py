@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,16 @@ def config(*, rollout: str = SFT_ROLLOUT, chat: bool = True, debug: Any = None, 
         rollout=RolloutConfig(rollout_function_path=rollout),
         debug=debug or DebugConfig(),
     )
+
+
+def test_supervised_tokens_and_a_loss_of_ones_own_have_nothing_to_correct() -> None:
+    names = ("use_tis", "tis_clip", "custom_tis_function_path", "use_rs", "rejected_tokens", "use_rollout_logprobs")
+    explicit = {f"algo.{name}" for name in names}
+    for loss_type in ("sft_loss", "custom_loss"):
+        algo = AlgoConfig(loss_type=loss_type, use_tis=True, use_rs=True, custom_tis_function_path="m.f")
+        found = list(unread_settings(replace(config(), algo=algo), explicit))
+        named = {p.split()[0] for p in found if f"--loss-type {loss_type}" in p}
+        assert named == {"--" + name.replace("_", "-") for name in names}
 
 
 @pytest.mark.parametrize(

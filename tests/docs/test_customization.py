@@ -38,6 +38,7 @@ EXAMPLES = {
     "custom-advantage-function-path": "with_kl_penalty",
     "rollout-data-postprocess-path": "without_outliers",
     "custom-loss-function-path": "reinforce",
+    "custom-tis-function-path": "squashed",
     "custom-model-provider-path": "frozen_embedding",
     "custom-megatron-init-path": "announce",
     "custom-megatron-before-log-prob-hook-path": "before_log_prob",
@@ -121,6 +122,26 @@ def test_the_examples_between_rollout_and_trainer_work_together(page: ModuleType
     trainer = TrainerContext(config, 0, 1)
     assert page.with_kl_penalty(trainer, seen)[2] == pytest.approx(0.5 - 0.01 * 2)
     assert not page.without_outliers(trainer, 0, seen).loss_mask.any()
+
+
+def test_the_example_of_importance_weights_stays_below_two(page: ModuleType) -> None:
+    torch = pytest.importorskip("torch")
+    from vime.protocols import CorrectionInputs
+
+    first, sampled = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0])
+    inputs = CorrectionInputs(
+        old_log_probs=first,
+        rollout_log_probs=sampled,
+        pg_loss=first,
+        advantages=first,
+        weights=torch.tensor([0.5, 0.5]),
+        samples=torch.tensor([0, 0]),
+        sequence_mean=lambda values: values.mean().expand(2),
+        sequence_sum=lambda values: values.sum().expand(2),
+    )
+    weights, metrics = page.squashed(None, inputs)
+    assert weights[0] == 1 and 1.99 < weights[1] < 2
+    assert float(metrics["sequence_kl"]) == pytest.approx(-4)
 
 
 def test_the_example_of_a_loss_is_reinforce(page: ModuleType) -> None:

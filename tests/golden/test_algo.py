@@ -4,8 +4,8 @@ Our choice where frameworks differ (cases/DISAGREEMENTS.md): dual clip for negat
 k3 to +-10 and k3 itself is unlimited; the default loss is the token mean per trajectory over a constant number of
 trajectories, and the sequence mean counts empty sequences.
 
-Advantages are in test_advantages.py, PPO's critic in test_ppo.py, `grading` in tests/rewards. These wait for their
-feature: the support of logprob (top-p and top-k in training) and tis (TIS, IcePop, MIS).
+Advantages are in test_advantages.py, PPO's critic in test_ppo.py, tis in test_correction.py, `grading` is in
+tests/rewards.
 """
 
 from itertools import pairwise
@@ -36,7 +36,7 @@ KINDS_WITH_A_TEST_HERE = {
 }
 KINDS_OF_ADVANTAGES = {"group_advantages", "reinforce_pp", "reinforce_pp_baseline"}  # test_advantages.py
 KINDS_OF_PPO = {"gae", "whiten", "value_loss"}  # test_ppo.py
-KINDS_THAT_WAIT = {"tis"}
+KINDS_OF_CORRECTION = {"tis"}  # test_correction.py
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def test_no_kind_of_case_is_forgotten():
-    elsewhere = KINDS_OF_ADVANTAGES | KINDS_OF_PPO | KINDS_THAT_WAIT
+    elsewhere = KINDS_OF_ADVANTAGES | KINDS_OF_PPO | KINDS_OF_CORRECTION
     assert {case["kind"] for case in all_cases()} == KINDS_WITH_A_TEST_HERE | elsewhere
 
 

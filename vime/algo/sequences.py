@@ -1,4 +1,4 @@
-"""Means over whole sequences, also where a micro-batch or a rank holds only some of their tokens."""
+"""Means and sums over whole sequences, also where a micro-batch or a rank holds only some of their tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ class Sequences:
 
         Returns: [P]. The gradient reaches every token of a sequence, on whichever rank it is.
         """
+        return torch.index_select(self._sums(values) / self.counts.clamp(min=1), 0, self.index)
+
+    def total(self, values: Tensor) -> Tensor:
+        """For each token the sum of `values` [P] over its whole sequence; else as `mean`."""
+        return torch.index_select(self._sums(values), 0, self.index)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """[N]"""
         # index_add also where P is 0: a rank without tokens still takes part in the sum, forward and backward.
         sums = values.new_zeros(len(self.counts)).index_add(0, self.index, values)
-        if self.sum_over_ranks is not None:
-            sums = self.sum_over_ranks(sums)
-        return torch.index_select(sums / self.counts.clamp(min=1), 0, self.index)
+        return sums if self.sum_over_ranks is None else self.sum_over_ranks(sums)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from vime.config.estimators import ESTIMATORS, LOSS_AGG_MODES, PG_LOSS_TYPES
 from vime.config.schema import setting
 
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
@@ -63,3 +65,47 @@ class AlgoConfig:
     )
     opsm_delta: float = setting(1e-4, "mean log-ratio to the engine's log-probs, in nats a token, that is too far")
     entropy_coef: float = setting(0.0, "coefficient of the entropy bonus")
+    use_rollout_logprobs: bool = setting(
+        False, "the old log-probs of the loss are the engine's, not the trainer's before the first step"
+    )
+    use_tis: bool = setting(
+        False, "weight the policy loss with exp(trainer's log-prob before the first step - engine's), bounded"
+    )
+    tis_level: str = setting(
+        "token", "whose ratio that is; of a sequence the product or the geometric mean", choices=CORRECTION_LEVELS
+    )
+    tis_mode: str = setting(
+        "truncate", "outside the bounds the weight is the bound, or 0 (IcePop, MIS)", choices=("truncate", "mask")
+    )
+    tis_clip: float = setting(2.0, "upper bound of that ratio")
+    tis_clip_low: float = setting(0.0, "lower bound of that ratio")
+    custom_tis_function_path: str | None = setting(
+        None, "dotted path of a function (config, inputs) -> (weights, metrics), in place of the --tis-* weights"
+    )
+    use_rs: bool = setting(False, "learn nothing from tokens or sequences whose ratio to the engine is outside bounds")
+    rs_level: str = setting("sequence", "whose ratio the bounds are of", choices=CORRECTION_LEVELS)
+    rs_lower_bound: float | None = setting(None, "its lower bound; default: none")
+    rs_upper_bound: float | None = setting(None, "its upper bound; default: none")
+    rs_veto_threshold: float | None = setting(
+        None, "reject a whole sequence if one of its tokens has a ratio below this; default: off"
+    )
+    rejected_tokens: str = setting(
+        "counted",
+        "rejected tokens stay in the loss's divisors, KL and entropy, or are removed as if under mask 0",
+        choices=("counted", "removed"),
+    )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the policy loss is weighted or masked for the difference of engine and trainer."""
+        return self.use_tis or self.use_rs
+
+    @property
+    def rejects_tokens(self) -> bool:
+        """Whether that gives tokens no weight at all."""
+        return self.use_rs or (self.use_tis and self.custom_tis_function_path is None and self.tis_mode == "mask")
+
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether these are taken out of the batch, which must be known before the first step."""
+        return self.rejects_tokens and self.rejected_tokens == "removed"

@@ -195,6 +195,13 @@ HOOKS: tuple[Hook, ...] = (
         called="on every training rank, once per micro-batch, with --loss-type custom_loss",
     ),
     Hook(
+        key="algo.custom_tis_function_path",
+        kind="function",
+        parameters=("config", "inputs"),
+        returns="tuple[Tensor, dict[str, float]]",
+        called="on every training rank, once per micro-batch, with --use-tis",
+    ),
+    Hook(
         key="train.custom_model_provider_path",
         kind="function",
         parameters=("config", "pre_process", "post_process", "build"),

@@ -25,6 +25,8 @@ from vime.config.modes import (
     replays,
     trains,
 )
+from vime.config.validate_correction import NOT_SUPERVISED
+from vime.config.validate_correction import RULES as CORRECTION_RULES
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
@@ -268,6 +270,7 @@ _RULES: tuple[Rule, ...] = (
             "algo.overlong_buffer_len",
             "algo.kl_coef",
             "algo.use_opsm",
+            *NOT_SUPERVISED,
             "algo.disable_grpo_std_normalization",
             "algo.disable_rewards_normalization",
             "algo.eps_clip",
@@ -356,6 +359,7 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.algo.disable_rewards_normalization,
         "--disable-rewards-normalization already leaves rewards as they are",
     ),
+    *CORRECTION_RULES,
 )
 
 

@@ -20,6 +20,7 @@ from vime.config.unread_megatron import unread_megatron_settings
 from vime.config.validate_algo import check_algorithm
 from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_cluster import check_cluster, training_ranks
+from vime.config.validate_correction import check_correction
 from vime.config.validate_critic import check_critic
 from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
@@ -74,6 +75,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
     of_training = (
         _batch_sizes(config),
         check_algorithm(config),
+        check_correction(config),
         check_critic(config),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_recompute(config, facts.shape, stage_layers(config, facts.shape)),

@@ -76,6 +76,13 @@ train/pg_clipfrac | ratio | tokens whose clipped branch was the larger loss, so 
 train/pg_clipfrac_{low,high} | ratio | those of them below the lower bound and above the upper
 train/pg_clipfrac_dual | ratio | tokens of negative advantage whose loss --eps-clip-c limited, so that they had no gradient (trajectory mean)
 train/opsm_clipfrac | ratio | tokens of negative advantage that --use-opsm left out, their sequence being too far from the policy that sampled it (trajectory mean)
+train/tis | 1 | importance ratio exp(trainer's log-prob before the first step - engine's), of what --tis-level says, before the bounds (trajectory mean); with --use-tis
+train/tis_abs | 1 | abs(that ratio - 1) (trajectory mean)
+train/tis_clipfrac | ratio | tokens whose ratio was outside --tis-clip-low to --tis-clip, so that their weight is the bound, or 0 with --tis-mode mask (trajectory mean)
+train/tis_clipfrac_{low,high} | ratio | those of them below the lower bound and above the upper
+train/tis_weight | 1 | what the policy loss of a token was multiplied with, rejected tokens as 0 (trajectory mean); with --use-tis or --use-rs
+train/rs_rejected | ratio | tokens that --use-rs rejected, by its bounds or by a veto (trajectory mean)
+train/rs_vetoed | ratio | those of them in a sequence that one token rejected (--rs-veto-threshold)
 train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (trajectory mean); 1 until the policy moves
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout, or since an earlier version sampled it
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss

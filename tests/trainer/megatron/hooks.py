@@ -105,3 +105,33 @@ def loss_where_there_are_tokens(config, inputs, sum_of_sample_mean):
 
 def loss_without_gradient(config, inputs, sum_of_sample_mean):
     return torch.tensor(1.0), {}
+
+
+def geometric_weights(config, inputs):
+    """`--tis-level geometric --tis-clip 1.2` by hand."""
+    ratio = inputs.sequence_mean(inputs.old_log_probs - inputs.rollout_log_probs).exp()
+    torch.testing.assert_close(
+        inputs.sequence_sum(torch.ones_like(ratio)) * inputs.sequence_mean(ratio), inputs.sequence_sum(ratio)
+    )
+    metrics = {
+        "cut": inputs.sum_of_sample_mean((ratio > 1.2).float()),
+        "pg_loss": inputs.sum_of_sample_mean(inputs.pg_loss),
+    }
+    return ratio.clamp(max=1.2), metrics
+
+
+def weights_of_nothing(config, inputs):
+    """One weight too many."""
+    return torch.ones(len(inputs.pg_loss) + 1), {}
+
+
+def infinite_weights(config, inputs):
+    """Of all but the first tokens."""
+    weights = torch.ones_like(inputs.pg_loss)
+    weights[:6] = torch.inf
+    return weights, {}
+
+
+def weights_alone(config, inputs):
+    """No metrics."""
+    return inputs.weights

@@ -22,12 +22,23 @@ from vime.algo.reinforce import reinforce_loss
 from vime.algo.sequences import Sequences
 from vime.config import AlgoConfig
 from vime.config.estimators import kl_type, pg_loss_type
-from vime.protocols import LossInputs
+from vime.protocols import CorrectionInputs, LossInputs
 from vime.trainer.megatron import parallel
+from vime.trainer.megatron.correction import OwnWeights, correction, logged_names
 from vime.trainer.megatron.packing import MicroBatch
-from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
+from vime.types import CORRECTION_WEIGHTS, METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
 
 OwnLoss: TypeAlias = Callable[[LossInputs], tuple[Tensor, Mapping[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFunctions:
+    """Users' functions, where a run has them."""
+
+    loss: OwnLoss | None = None
+    """In the place of the policy loss."""
+    weights: OwnWeights | None = None
+    """In the place of the weights of --use-tis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,22 @@ class Columns:
     old_log_probs: npt.NDArray[np.float32] | None
     """Of the policy that sampled. None: it has not moved since, so its own detached log-probs are the old ones."""
     ref_log_probs: npt.NDArray[np.float32] | None
+    first_log_probs: npt.NDArray[np.float32] | None = None
+    """The trainer's before the first step, which corrections compare with the engine's. None: as above."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        first: npt.NDArray[np.float32] | None,
+        reference: npt.NDArray[np.float32] | None,
+        algo: AlgoConfig,
+    ) -> Columns:
+        """Args: first: the trainer's before the first step, where they are known."""
+        # The old policy is the one that sampled. Of an earlier version only what it said is left; with --use-tis the
+        # old policy is the trainer's all the same, and the weights hold the whole way from the one that sampled.
+        engine = algo.use_rollout_logprobs or (batch.is_older and not algo.use_tis)
+        return cls(batch.rollout_log_probs if engine else first, reference, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +91,7 @@ def sum_names(algo: AlgoConfig, *, with_own_loss: bool) -> tuple[str, ...]:
         names += ["ratio", "pg_clipfrac_low", "pg_clipfrac_high"]
         names += ["pg_clipfrac_dual"] if algo.eps_clip_c is not None else []
         names += ["opsm_clipfrac"] if algo.use_opsm else []
+        names += logged_names(algo)
     return tuple(names)
 
 
@@ -74,13 +102,11 @@ def micro_loss(
     batch: TrainBatch,
     columns: Columns,
     algo: AlgoConfig,
-    own_loss: OwnLoss | None,
+    functions: OwnFunctions,
 ) -> MicroLoss:
     """The loss of one micro-batch, differentiable, and the sums to log; nothing waits for the device.
 
-    Args:
-        log_probs, entropy: [P] of the model, differentiable.
-        own_loss: in the place of the policy loss.
+    Args: log_probs, entropy: [P] of the model, differentiable.
     """
     read = _Reader(batch, micro, log_probs.device)
     weights = read.tokens(batch.loss_weights)
@@ -89,16 +115,19 @@ def micro_loss(
     old = detached if columns.old_log_probs is None else read.tokens(columns.old_log_probs)
     logged: dict[str, Tensor] = {}
     own: Mapping[str, float] = {}
-    if own_loss is not None:
-        main, own = own_loss(_loss_inputs(log_probs, entropy, old, columns, read))
+    if functions.loss is not None:
+        main, own = functions.loss(_loss_inputs(log_probs, entropy, old, columns, read))
         if not len(micro.wanted):
             main = main + log_probs.sum()  # of nothing, but backward must run: other ranks may wait for this one there
     elif algo.loss_type == "sft_loss":
         main = -(weights * log_probs).sum()
     else:
         token_loss, logged = _policy_loss(log_probs, old, read, algo)
+        if algo.corrects:
+            token_loss, more, own = _corrected(token_loss, detached, read, columns, algo, functions.weights)
+            logged |= more
         main = (read.tokens(batch.extra.get(PG_WEIGHTS, batch.loss_weights)) * token_loss).sum()
-    if own_loss is not None or algo.loss_type == "policy_loss":
+    if functions.loss is not None or algo.loss_type == "policy_loss":
         logged["ppo_kl"] = old - detached
     loss = main
     if columns.ref_log_probs is not None and algo.use_kl_loss:
@@ -114,7 +143,7 @@ def micro_loss(
     sums = {name: (of_metrics * values.detach()).sum() for name, values in logged.items()}
     sums |= {"loss": loss.detach(), "pg_loss": main.detach()}
     zero = detached.new_zeros(())
-    names = sum_names(algo, with_own_loss=own_loss is not None)
+    names = sum_names(algo, with_own_loss=functions.loss is not None)
     return MicroLoss(loss, torch.stack([sums.get(name, zero) for name in names]), detached, micro.wanted, own)
 
 
@@ -149,6 +178,30 @@ def _policy_loss(log_probs: Tensor, old: Tensor, read: _Reader, algo: AlgoConfig
     keep, _ = on_policy_enough(log_probs, sampled, advantages, read.sequences(), delta=algo.opsm_delta)
     # Selected, not multiplied: a dropped token's ratio may be infinite, and its gradient would be NaN.
     return torch.where(keep, result.loss, torch.zeros_like(result.loss)), logged | {"opsm_clipfrac": ~keep}
+
+
+def _corrected(
+    token_loss: Tensor,
+    detached: Tensor,
+    read: _Reader,
+    columns: Columns,
+    algo: AlgoConfig,
+    own_weights: OwnWeights | None,
+) -> tuple[Tensor, dict[str, Tensor], Mapping[str, float]]:
+    """[P] the token losses weighted for the difference of engine and trainer, what is logged, users' own metrics."""
+    logged: dict[str, Tensor] = {}
+    own: Mapping[str, float] = {}
+    if (known := read.batch.extra.get(CORRECTION_WEIGHTS)) is not None:
+        weights = read.tokens(known)
+    else:
+        first = detached if columns.first_log_probs is None else read.tokens(columns.first_log_probs)
+        sampled, sequences, theirs = read.tokens(read.batch.rollout_log_probs), read.sequences(), None
+        if own_weights is not None:
+            theirs, own = own_weights(_correction_inputs(token_loss.detach(), first, sampled, sequences, read))
+        result = correction(first - sampled, sequences, algo, theirs)
+        weights, logged = result.weights, result.logged
+    # Selected, not only multiplied: a rejected token's ratio may be so large that its gradient is not finite.
+    return torch.where(weights != 0, weights * token_loss, torch.zeros_like(token_loss)), logged, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +252,22 @@ def _all_reduced(values: Tensor) -> Tensor:
     total = values.clone()
     torch.distributed.all_reduce(total, group=parallel.cp_group())
     return total
+
+
+def _correction_inputs(
+    pg_loss: Tensor, first: Tensor, sampled: Tensor, sequences: Sequences, read: _Reader
+) -> CorrectionInputs:
+    """What a custom function of importance weights sees of a micro-batch."""
+    return CorrectionInputs(
+        old_log_probs=first,
+        rollout_log_probs=sampled,
+        pg_loss=pg_loss,
+        advantages=read.advantages(),
+        weights=read.tokens(read.batch.extra.get(METRIC_WEIGHTS, read.batch.loss_weights)),
+        samples=torch.from_numpy(read.micro.samples).to(pg_loss.device),
+        sequence_mean=sequences.mean,
+        sequence_sum=sequences.total,
+    )
 
 
 def _loss_inputs(log_probs: Tensor, entropy: Tensor, old: Tensor, columns: Columns, read: _Reader) -> LossInputs:

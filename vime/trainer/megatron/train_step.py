@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vime.config import AlgoConfig
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.micro_loss import Columns, MicroLoss, OwnLoss, micro_loss, sum_names
+from vime.trainer.megatron.micro_loss import Columns, MicroLoss, OwnFunctions, micro_loss, sum_names
 from vime.trainer.megatron.model import Policy
 from vime.trainer.megatron.optimizer_step import optimizer_step
 from vime.trainer.megatron.packing import MicroBatch
@@ -39,7 +39,7 @@ class StepResult:
     wanted: npt.NDArray[np.int64]
     """Their positions in the batch."""
     own: Mapping[str, float]
-    """Sums that a custom loss function reported, by its names."""
+    """Sums that users' functions reported, by their names."""
 
 
 def train_step(
@@ -51,20 +51,20 @@ def train_step(
     algo: AlgoConfig,
     *,
     where: str,
-    own_loss: OwnLoss | None = None,
+    functions: OwnFunctions,
 ) -> StepResult:
     """Forward, backward, clip, update.
 
     Args:
         micro_batches: this rank's, made as they are asked for.
         where: rollout and step, for errors.
-        own_loss: in the place of the policy loss.
+        functions: users' own.
     Raises: TrainingError if a loss or a gradient is not finite; the weights are then unchanged.
     """
     results: list[MicroLoss] = []
 
     def loss_of(out: tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        result = micro_loss(out[0], out[1], micro, batch, columns, algo, own_loss)
+        result = micro_loss(out[0], out[1], micro, batch, columns, algo, functions)
         results.append(result)
         return result.loss, result.sums
 
@@ -73,11 +73,11 @@ def train_step(
         micro_batches,
         num_micro_batches,
         loss_of,
-        names=sum_names(algo, with_own_loss=own_loss is not None),
+        names=sum_names(algo, with_own_loss=functions.loss is not None),
         where=where,
         suspects="log-probs and advantages",
     )
-    own = {} if own_loss is None else sum_own_metrics(_added([r.own for r in results]), parallel.counts())
+    own = {} if functions == OwnFunctions() else sum_own_metrics(_added([r.own for r in results]), parallel.counts())
     return StepResult(
         sums=update.sums,
         grad_norm=update.grad_norm,

@@ -23,6 +23,7 @@ from vime.platform.base import Platform
 from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
 from vime.trainer.megatron import (
     checkpoint,
+    correction,
     cpu_shims,
     fixes,
     forward,
@@ -200,7 +201,8 @@ class MegatronTrainer:
         trains_policy = self._ppo is None or self._ppo.trains_policy(batch)
         old = reference = None
         in_reward = policy_loss and self._config.algo.kl_coef != 0
-        reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy
+        algo = self._config.algo
+        reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy or algo.removes_tokens
         if policy_loss and (len(batch.steps) > 1 or reads_old):
             with timed("log_probs"):
                 old = self._batch_log_probs(batch, mask)
@@ -222,14 +224,17 @@ class MegatronTrainer:
             with timed("critic_train"):
                 metrics |= self._ppo.critic.train(batch, mask)
         if trains_policy:
-            # The old policy is the one that sampled. Of an earlier version only what it said is left.
-            columns = micro_loss.Columns(batch.rollout_log_probs if batch.is_older else old, reference)
+            learnt, columns = batch, micro_loss.Columns.of(batch, old, reference, algo)
+            if policy_loss and algo.removes_tokens:
+                assert old is not None, "what is rejected must be known before the first step"
+                learnt, of_correction = correction.without_rejected(batch, old, self._config)
+                metrics |= of_correction
             with timed("actor_train"):
-                results = [self._train_step(batch, k, mask, columns) for k in range(len(batch.steps))]
+                results = [self._train_step(learnt, k, columns) for k in range(len(batch.steps))]
                 self._policy.finish_param_gather()
             if old is None and policy_loss:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
-            metrics |= train_step.result_metrics(results)
+            metrics = train_step.result_metrics(results) | metrics
         metrics |= self._others.trained(batch.rollout_id)
         if old is not None and policy_loss:
             metrics |= agreement_metrics(batch, mask, old, reference)
@@ -245,14 +250,12 @@ class MegatronTrainer:
         """What this rank was busy with since the last call; for the trace."""
         return self._spans.take()
 
-    def _train_step(
-        self, batch: TrainBatch, k: int, mask: npt.NDArray[np.bool_], columns: micro_loss.Columns
-    ) -> train_step.StepResult:
+    def _train_step(self, batch: TrainBatch, k: int, columns: micro_loss.Columns) -> train_step.StepResult:
         if self._hooks.before_step is not None:
             self._policy.finish_param_gather()
         self._hooks.before_train_step(batch.rollout_id, k, self._policy)
         plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
-        temperature = self._config.rollout.rollout_temperature
+        temperature, mask = self._config.rollout.rollout_temperature, batch.loss_mask.astype(np.bool_)
         micro_batches = (
             packing.pack(batch.tokens, batch.cu_seqlens, samples, mask, layout=self._layout, temperature=temperature)
             for samples in plan
@@ -265,7 +268,10 @@ class MegatronTrainer:
                 batch,
                 columns,
                 self._config.algo,
-                own_loss=self._hooks.own_loss if self._hooks.loss is not None else None,
+                functions=micro_loss.OwnFunctions(
+                    self._hooks.own_loss if self._hooks.loss is not None else None,
+                    self._hooks.own_correction if self._hooks.correction is not None else None,
+                ),
                 where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
             )
         self._step += 1

@@ -21,7 +21,7 @@ from vime.config import Config, hook_table
 from vime.config.estimators import loss_agg_mode
 from vime.config.hooks import UserFunction
 from vime.data.packing import step_ids
-from vime.protocols import LossInputs, TrainerContext
+from vime.protocols import CorrectionInputs, LossInputs, TrainerContext
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.model import Policy, PolicyModel
 from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
@@ -42,6 +42,7 @@ class TrainerHooks:
     advantage: UserFunction | None
     postprocess: UserFunction | None
     loss: UserFunction | None
+    correction: UserFunction | None
 
     @classmethod
     def load(cls, config: Config, *, rank: int, world_size: int) -> TrainerHooks:
@@ -56,6 +57,7 @@ class TrainerHooks:
             advantage=find("algo.custom_advantage_function_path"),
             postprocess=find("rollout.rollout_data_postprocess_path"),
             loss=find("algo.custom_loss_function_path"),
+            correction=find("algo.custom_tis_function_path"),
         )
 
     @property
@@ -117,9 +119,26 @@ class TrainerHooks:
         value, metrics = result
         if not isinstance(value, Tensor) or value.shape != () or not (value.requires_grad or not len(inputs.tokens)):
             raise self.loss.refuse(value, "a tensor of shape () that leads back to log_probs, as loss")
-        if not isinstance(metrics, Mapping):
-            raise self.loss.refuse(metrics, "a dict as metrics")
-        return value, {str(name): float(number) for name, number in metrics.items()}
+        return value, _numbers(self.loss, metrics)
+
+    def own_correction(self, inputs: CorrectionInputs) -> tuple[Tensor, dict[str, float]]:
+        """--custom-tis-function-path: [P] this micro-batch's weights, and its summand of the user's metrics."""
+        assert self.correction is not None
+        result = self.correction(self.context, inputs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.correction.refuse(result, "a tuple (weights, metrics)")
+        weights, metrics = result
+        if not isinstance(weights, Tensor) or weights.shape != inputs.pg_loss.shape:
+            raise self.correction.refuse(weights, f"a tensor of shape {tuple(inputs.pg_loss.shape)} as weights")
+        if not (usable := torch.isfinite(weights)).all():
+            raise self.correction.broken(f"gave {int((~usable).sum())} tokens a weight that is not finite")
+        return weights.detach().to(inputs.pg_loss.dtype), _numbers(self.correction, metrics)
+
+
+def _numbers(function: UserFunction, metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise function.refuse(metrics, "a dict as metrics")
+    return {str(name): float(number) for name, number in metrics.items()}
 
 
 def _one(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
