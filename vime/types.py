@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vime.support import SamplingSupport
+
 Metrics: TypeAlias = dict[str, float]
 PolicyVersion: TypeAlias = int  # +1 per published weight set; 0 is what the engines were started with
 Message: TypeAlias = dict[str, Any]
@@ -358,6 +360,8 @@ class TrainBatch:
     `rollout_log_probs`."""
     routed_experts: RoutedExperts | None = None
     """What --use-rollout-routing-replay has the trainer replay; None: experts are chosen by the trainer's router."""
+    support: SamplingSupport | None = None
+    """[T] what the engine could have sampled; log-probs and entropies are over it. None: over the whole vocabulary."""
 
     def __post_init__(self) -> None:
         b, t = len(self.cu_seqlens) - 1, int(self.cu_seqlens[-1])
@@ -372,6 +376,11 @@ class TrainBatch:
                 raise ValueError(f"TrainBatch.routed_experts is of {len(routed.known)} samples, expected {b}")
             for i in np.flatnonzero(routed.known > self.lengths)[:1]:
                 raise ValueError(f"sample {i} has {self.lengths[i]} tokens, but routed experts of {routed.known[i]}")
+        if self.support is not None:
+            if len(self.support.counts) != t:
+                raise ValueError(f"TrainBatch.support is of {len(self.support.counts)} tokens, expected {t}")
+            for k in np.flatnonzero(self.support.lacks(self.tokens) & (self.loss_mask != 0))[:1]:
+                raise ValueError(f"token {k} (id {self.tokens[k]}) is not among those that could have been sampled")
         for k, step in enumerate(self.steps):
             counts = {len(rank) for rank in step}
             if len(counts) != 1:

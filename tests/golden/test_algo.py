@@ -15,14 +15,17 @@ import pytest
 import torch
 
 from tests.golden.loader import all_cases, check, columns, cu_seqlens, each_case, flat
+from tests.golden.softmax import token_entropy, token_log_probs
 from vime.algo.cispo import cispo_loss
 from vime.algo.kl import kl_estimate
-from vime.algo.logprob import token_entropy, token_log_probs
 from vime.algo.mismatch import log_prob_abs_diff
 from vime.algo.opsm import on_policy_enough
 from vime.algo.policy_loss import clipped_loss, ppo_clip_loss
 from vime.algo.reduce import sequence_mean_weights, token_loss_weights, token_mean_weights, token_sum_weights
 from vime.algo.sequences import Sequences
+from vime.support import SamplingSupport
+from vime.trainer.megatron.log_probs import chunked_log_probs
+from vime.trainer.megatron.support import MicroSupport
 
 KINDS_WITH_A_TEST_HERE = {
     "ppo_loss",
@@ -158,6 +161,36 @@ def test_log_probs_and_entropy(case, dtype):
     temperature = case["params"]["temperature"]
     check(token_log_probs(logits, tokens, temperature=temperature), case, "logp_full", dtype)
     check(token_entropy(logits, temperature=temperature), case, "entropy_full", dtype)
+
+
+@pytest.mark.parametrize("key", ["support", "support_joint"])
+@pytest.mark.parametrize("chunk_size", [1, 64])
+# A float32 logit of 1000 has steps of 6e-5: more than the tolerance, whoever computes.
+@each_case("logprob", where=lambda case: np.abs(case["inputs"]["logits"][0]).max() < 100)
+def test_the_trainers_log_probs_over_a_support(case, dtype, key, chunk_size):
+    """Which tokens a support has is the engine's to say: tests/agreement compares its choice with these cases."""
+    logits = torch.tensor(case["inputs"]["logits"])  # of hidden states that are logits, by a head that is the identity
+    tokens = np.array(case["inputs"]["tokens"])
+    sizes = [len(ids) for ids in case["expected"][key]]
+    ids = np.concatenate(case["expected"][key]).astype(np.int32)
+    support = SamplingSupport(ids, np.cumsum([0, *sizes]))
+    inside = ~support.lacks(tokens)
+    name = f"logp_{key}"
+    assert [value is not None for value in case["expected"][name]] == inside.tolist()
+    wanted = np.flatnonzero(inside)
+    log_probs, entropy = chunked_log_probs(
+        logits[inside],
+        torch.eye(logits.shape[1]),
+        torch.from_numpy(tokens[inside]),
+        temperature=case["params"]["temperature"],
+        chunk_size=chunk_size,
+        support=MicroSupport.of(support, wanted, torch.device("cpu")),
+    )
+    kept = {"expected": {name: [value for value in case["expected"][name] if value is not None]}}
+    check(log_probs, case | kept, name, "float32")
+    if key == "support":
+        kept = {"expected": {"entropy": flat(case["expected"]["entropy_support"])[inside].tolist()}}
+        check(entropy, case | kept, "entropy", "float32")
 
 
 @each_case("aggregate")

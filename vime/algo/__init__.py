@@ -2,6 +2,6 @@
 
 Shape letters: B samples, T packed tokens (the sum of the samples' lengths), V vocabulary.
 
-What is differentiated (policy_loss, kl, logprob) works on torch tensors; what only arranges a finished rollout
+What becomes a loss (policy_loss, kl, correction) works on torch tensors; what only arranges a finished rollout
 (advantages, reduce, mismatch) works on numpy arrays in float64, so that the driver needs no torch.
 """

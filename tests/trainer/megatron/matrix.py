@@ -9,8 +9,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from tests.trainer.conftest import make_batch_of
+import numpy as np
+
+from tests.trainer.conftest import SMALL, make_batch_of
 from vime.config.parallel import parallel_sizes
+from vime.support import SamplingSupport
 from vime.types import TrainBatch
 
 _FLAGS = {
@@ -56,6 +59,8 @@ LOSSES = {
     # The reference becomes the policy after each rollout, and is saved and read with it.
     "moving reference": {**_KL, "ref_update_interval": 1},
     "sft": {"loss_type": "sft_loss"},
+    # Tokens that were sampled from a part of the vocabulary, as under top-p and top-k.
+    "over a support": {**_KL, "entropy_coef": 0.01},
     # Weights and rejections by sequence for what the engine sampled otherwise, divisors of what is left.
     "corrected": {
         "use_tis": True,
@@ -170,6 +175,7 @@ SMOKE = [
     Case("CP2", "llama", loss="sequences"),
     Case("CP2", loss="kl in reward"),
     Case("CP2", loss="corrected"),
+    Case("TP2+SP", loss="over a support"),
     Case("TP2+SP", loss="ppo", saves=True),
     Case("TP2+SP", loss="moving reference", saves=True),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
@@ -246,6 +252,10 @@ MATRIX = [
     Case("TP2+SP EP2 ETP1", "glm", loss="moving reference", saves=True),
     Case("CP2 EP2", "glm", loss="moving reference", loads="TP2+SP EP2 ETP1 glm moving reference"),
     Case("PP2", "qwen3 deep", loss="moving reference", loads="PP2 VP2 qwen3 deep moving reference"),
+    Case("DP2", loss="over a support"),
+    Case("TP2", "qwen3 untied", "vocabulary padded", loss="over a support"),
+    Case("PP2 VP2", "qwen3 deep", loss="over a support"),
+    Case("CP2", "llama", loss="over a support"),
     Case("DP2", loss="corrected"),
     Case("TP2+SP", "llama", loss="corrected"),
     Case("PP2 VP2", "qwen3 deep", loss="corrected"),
@@ -356,6 +366,7 @@ MATRIX = [
     Case("PP2 CP2", "llama", loss="sequences"),
     Case("TP2+SP CP2", loss="kl in reward"),
     Case("DP2 CP2", loss="corrected"),
+    Case("TP2+SP CP2", loss="over a support"),
     Case("PP2 CP2", loss="corrected and removed"),
     Case("TP2+SP PP2", loss="ppo"),
     Case("TP2+SP CP2", loss="ppo"),
@@ -400,6 +411,8 @@ def with_batches(case: Case, world_size: int) -> Case:
         make_batch_of([5, 6, 7], seed=2),
     ]
     batches = [replace(b, steps=tuple(_with_multiple(_dealt(step, dp), multiple) for step in b.steps)) for b in batches]
+    if case.loss == "over a support":
+        batches = [replace(batch, support=some_support(batch)) for batch in batches]
     for batch in batches:
         if case.loss == "ppo":  # some episodes are cut off, a tool has spoken in some
             batch.truncated[1::3] = True
@@ -407,6 +420,16 @@ def with_batches(case: Case, world_size: int) -> Case:
         batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
         batch.rewards[:] = batch.advantages  # what a critic learns of
     return replace(case, batches=tuple(batches))
+
+
+def some_support(batch: TrainBatch, most: int = 30, vocab: int = SMALL["vocab_size"]) -> SamplingSupport:
+    """Of each token but every fifth, which has all of them: its own and some others, less than half of all."""
+    g = np.random.default_rng(int(batch.tokens.sum()))
+    ids = [
+        np.unique([token, *g.choice(vocab, g.integers(0, most), replace=False)]) if t % 5 else []
+        for t, token in enumerate(batch.tokens)
+    ]
+    return SamplingSupport(np.concatenate(ids).astype(np.int32), np.cumsum([0, *map(len, ids)]))
 
 
 def _dealt(step, dp):

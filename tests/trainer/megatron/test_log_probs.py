@@ -1,13 +1,16 @@
 """Chunked log-probs and entropy against torch's own softmax, gradients included."""
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.trainer.megatron.peak_memory import PeakMemory
 from vime.models.memory import GIB, default_chunk_size
+from vime.support import SamplingSupport
 from vime.trainer.megatron.layers import take_rows
 from vime.trainer.megatron.log_probs import chunked_log_probs
+from vime.trainer.megatron.support import MicroSupport
 
 
 def direct(hidden, weight, targets, temperature):
@@ -146,3 +149,65 @@ def test_the_vocabulary_takes_less_than_a_gibibyte(rows, width):
     kept = 2 * tokens * width * 2  # the wanted hidden states and the gradient of all, which autograd hands on
     assert kept < memory.peak < GIB
     assert hidden_states.grad is not None
+
+
+def supports(p, v, targets, g):
+    """Of p positions: a third has the whole vocabulary, the others some tokens and their own."""
+    ids = []
+    for k in range(p):
+        some = torch.randperm(v, generator=g)[: 1 + int(torch.randint(0, v // 2, (1,), generator=g))]
+        ids.append([] if k % 3 == 0 else sorted({*some.tolist(), int(targets[k])}))
+    starts = np.cumsum([0, *map(len, ids)])
+    return ids, SamplingSupport(np.concatenate([np.array(i, np.int32) for i in ids]), starts)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.01])
+def test_values_and_gradients_over_a_support_are_those_of_logits_that_have_no_others(chunk_size, temperature):
+    hidden, weight, targets = inputs()
+    ids, support = supports(23, 41, targets, torch.Generator().manual_seed(2))
+    up = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
+    outside = torch.ones(23, 41, dtype=torch.bool)
+    for k, kept in enumerate(ids):
+        outside[k, kept or slice(None)] = False
+
+    def of_float64(hidden, weight):
+        logits = (hidden.double() @ weight.double().t() / temperature).masked_fill(outside, -torch.inf)
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(outside, 0)).sum(-1)
+        return log_p.gather(1, targets[:, None])[:, 0].float(), entropy.float()
+
+    want = of_float64(hidden, weight)
+    want_grads = torch.autograd.grad((up[0] * want[0] + up[1] * want[1]).sum(), [hidden, weight])
+    got = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        with_entropy_grad=True,
+        support=MicroSupport.of(support, np.arange(23), torch.device("cpu")),
+    )
+    got_grads = torch.autograd.grad((up[0] * got[0] + up[1] * got[1]).sum(), [hidden, weight])
+    for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 / temperature, rtol=1e-4)
+    whole = chunked_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    assert (got[0] >= whole[0] - 1e-3).all() and (got[0][1] > whole[0][1]).all()
+
+
+def test_bf16_logits_outside_a_support_have_no_part_in_anything():
+    hidden, weight, targets = (x.bfloat16() if x.is_floating_point() else x for x in inputs())
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    alone = SamplingSupport(targets.numpy().astype(np.int32), np.arange(24))
+    got = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.01,
+        chunk_size=5,
+        with_entropy_grad=True,
+        support=MicroSupport.of(alone, np.arange(23), torch.device("cpu")),
+    )
+    assert not got[0].any() and not got[1].any()
+    grads = torch.autograd.grad((got[0] + got[1]).sum(), [hidden, weight])
+    assert not grads[0].any() and not grads[1].any()

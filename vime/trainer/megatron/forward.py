@@ -20,6 +20,7 @@ from vime.data.packing import plan_steps
 from vime.errors import TrainingError
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
+from vime.support import SamplingSupport
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.packing import Layout, MicroBatch, pack
 from vime.types import StepPlan, TrainBatch
@@ -40,6 +41,7 @@ def shared_log_probs(
     *,
     layout: Layout,
     temperature: float,
+    support: SamplingSupport | None = None,
     counts: bool = True,
 ) -> npt.NDArray[np.float32]:
     """[T] log-probs on every rank, of what each computed of its own micro-batches; NaN where not wanted. Collective.
@@ -49,12 +51,13 @@ def shared_log_probs(
         tokens, cu_seqlens: of the whole batch, equal on all ranks.
         micro_batches: this data-parallel rank's; sample numbers.
         wanted: [T] True where a log-prob is wanted.
-        layout, temperature: as `pack` takes them.
+        layout, temperature, support: as `pack` takes them.
         counts: False on all but one data-parallel rank where all have the same micro-batches.
     """
     micro_batches = filled_up(micro_batches, layout.group)
     packed = (
-        pack(tokens, cu_seqlens, samples, wanted, layout=layout, temperature=temperature) for samples in micro_batches
+        pack(tokens, cu_seqlens, samples, wanted, layout=layout, temperature=temperature, support=support)
+        for samples in micro_batches
     )
     log_probs, places = forward_log_probs(chunks, packed, len(micro_batches))
     return share(log_probs, places, wanted, counts=counts)

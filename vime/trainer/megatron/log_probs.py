@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from vime.models.memory import HEAD_BLOCK_BYTES
 from vime.trainer.megatron.compiled import compiled
+from vime.trainer.megatron.support import MicroSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ def chunked_log_probs(
     shard: VocabularyShard | None = None,
     num_rows: int | None = None,
     weight_is_shared: bool = True,
+    support: MicroSupport | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of each distribution.
 
@@ -55,16 +57,35 @@ def chunked_log_probs(
         num_rows: of `weight`, without those of a padded vocabulary; None: all.
         weight_is_shared: autograd gives `weight` a gradient from elsewhere, too (a tied embedding). Otherwise `grad` is
             set to zeros that take no memory, because Megatron's hooks may want one.
+        support: of the P positions; log-probs and entropies are of the distribution over it alone, renormalised. The
+            targets must lie within. None: the whole vocabulary.
     Returns: log_probs [P] and entropy [P], float32, in nats; entropy is detached without `with_entropy_grad`.
     """
     if shard is not None:
         targets = targets - shard.start
-    group = shard.group if shard is not None else None
     rows = weight.shape[0] if num_rows is None else num_rows
     log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, chunk_size, group, rows, weight_is_shared
+        hidden, weight, targets, temperature, chunk_size, shard, rows, weight_is_shared, support
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
+
+
+_NO_GRADIENTS = (None,) * 7  # of what follows hidden and weight
+
+
+@dataclass(frozen=True, slots=True)
+class _LogitsOf:
+    """Makes the logits of a chunk of positions."""
+
+    hidden: Tensor
+    weight: Tensor
+    support: MicroSupport | None
+    first: int
+    """The token that the first row of `weight` stands for."""
+
+    def __call__(self, positions: slice) -> Tensor:
+        logits = self.hidden[positions] @ self.weight.t()
+        return logits if self.support is None else self.support.narrowed(logits, positions, self.first)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -76,21 +97,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk_size: int,
-        group: ProcessGroup | None,
+        shard: VocabularyShard | None,
         num_rows: int,
         weight_is_shared: bool,
+        support: MicroSupport | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        values = _values if group is None else functools.partial(_values_of_shards, group=group)
-        real = weight[:num_rows]
+        values = _values if shard is None else functools.partial(_values_of_shards, group=shard.group)
+        logits_of = _LogitsOf(hidden, weight[:num_rows], support, 0 if shard is None else shard.start)
         for rows in _chunks(hidden.shape[0], chunk_size):
-            logits = hidden[rows] @ real.t()
+            logits = logits_of(rows)
             log_probs[rows], entropy[rows], log_z[rows] = values(logits, targets[rows], temperature)
             del logits  # before the next ones are made
         ctx.save_for_backward(hidden, weight, targets, entropy, log_z)
         ctx.temperature, ctx.chunk_size, ctx.num_rows = temperature, chunk_size, num_rows
-        ctx.weight_is_shared = weight_is_shared
+        ctx.weight_is_shared, ctx.support, ctx.first = weight_is_shared, support, logits_of.first
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -100,12 +122,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         d_log_probs, d_entropy = (torch.zeros_like(log_z) if g is None else g.contiguous() for g in grads)
         d_hidden = torch.zeros_like(hidden)
         real = weight.detach()[: ctx.num_rows]
+        logits_of = _LogitsOf(hidden, real, ctx.support, ctx.first)
         weight_is_trained = ctx.needs_input_grad[1]
         d_weight, returned = _gradient_of(weight) if weight_is_trained else (None, False)
         d_logits_of = _d_logits if grads[1] is not None else _d_logits_without_entropy
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
             d_logits = d_logits_of(
-                hidden[rows] @ real.t(),
+                logits_of(rows),
                 targets[rows],
                 log_z[rows],
                 entropy[rows],
@@ -118,10 +141,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 _add_product(d_weight[: ctx.num_rows], d_logits, hidden[rows])
             del d_logits
         if returned and d_weight is not None:
-            return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
+            return d_hidden, d_weight.to(weight.dtype), *_NO_GRADIENTS
         if weight_is_trained and not ctx.weight_is_shared and weight.grad is None:
             weight.grad = weight.new_zeros(()).expand_as(weight)
-        return d_hidden, None, None, None, None, None, None, None
+        return d_hidden, None, *_NO_GRADIENTS
 
 
 def _gradient_of(weight: Tensor) -> tuple[Tensor, bool]:

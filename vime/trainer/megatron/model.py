@@ -105,6 +105,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             shard=self._shard,
             num_rows=self._real_rows,
             weight_is_shared=tied and self.pre_process,
+            support=packed.support,
         )
 
 

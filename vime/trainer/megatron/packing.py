@@ -16,7 +16,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from vime.support import SamplingSupport
 from vime.trainer.megatron.context_parallel import Split, gathered_places, local_positions, split_blocks, split_packed
+from vime.trainer.megatron.support import MicroSupport
 
 # A bucket's sequences are padded to its longest; a new bucket starts where padding would exceed this share. More
 # buckets mean more, smaller attention calls: on the CPU a call costs about as much as a few hundred padded tokens.
@@ -54,6 +56,8 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     targets: Tensor = None  # type: ignore[assignment]
     """[P] int64: the wanted tokens."""
     temperature: float = 1.0
+    support: MicroSupport | None = None
+    """[P] what the wanted tokens were sampled from; None: from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ def pack(
     *,
     layout: Layout,
     temperature: float,
+    support: SamplingSupport | None = None,
 ) -> MicroBatch:
     """Lay the samples end to end.
 
@@ -113,8 +118,10 @@ def pack(
         wanted_mask: [all tokens] True where a log-prob is wanted; never at a sample's first token.
         layout: what the model needs of a micro-batch.
         temperature: the log-probs' temperature.
+        support: [all tokens] what each was sampled from; None: from the whole vocabulary.
     """
     if not samples:
+        support = None
         tokens, cu_seqlens, samples, wanted_mask = tokens[:1], np.array([0, 1]), [0], np.zeros(1, dtype=np.bool_)
     device, cp_size = layout.inv_freq.device, layout.cp_size
     starts, ends = cu_seqlens[list(samples)], cu_seqlens[[i + 1 for i in samples]]
@@ -145,6 +152,7 @@ def pack(
         rows=torch.from_numpy(rows).to(device),
         targets=torch.from_numpy(tokens[wanted].astype(np.int64)).to(device),
         temperature=temperature,
+        support=None if support is None else MicroSupport.of(support, wanted, device),
     )
     _lay_out_attention(packed, lengths, layout)
     return MicroBatch(

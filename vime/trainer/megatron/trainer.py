@@ -166,6 +166,7 @@ class MegatronTrainer:
             wanted,
             layout=self._layout,
             temperature=self._config.rollout.rollout_temperature,
+            support=batch.support,
         )
 
     def values(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
@@ -255,11 +256,9 @@ class MegatronTrainer:
             self._policy.finish_param_gather()
         self._hooks.before_train_step(batch.rollout_id, k, self._policy)
         plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
-        temperature, mask = self._config.rollout.rollout_temperature, batch.loss_mask.astype(np.bool_)
-        micro_batches = (
-            packing.pack(batch.tokens, batch.cu_seqlens, samples, mask, layout=self._layout, temperature=temperature)
-            for samples in plan
-        )
+        mask, temperature = batch.loss_mask.astype(np.bool_), self._config.rollout.rollout_temperature
+        pack = partial(packing.pack, layout=self._layout, temperature=temperature, support=batch.support)
+        micro_batches = (pack(batch.tokens, batch.cu_seqlens, samples, mask) for samples in plan)
         with self._spans.span(f"optimizer step {self._step}", micro_batches=len(plan)):
             result = train_step.train_step(
                 self._policy,

