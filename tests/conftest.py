@@ -113,7 +113,9 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
     servers: list[EngineServer] = []
 
-    def start(model: Path, environment: dict[str, str] | None = None, **arguments: Any) -> EngineServer:
+    def start(
+        model: Path, environment: dict[str, str] | None = None, *, routed_experts: bool = False, **arguments: Any
+    ) -> EngineServer:
         platform = CpuPlatform()
         config = json.loads((model / "config.json").read_text())
         server = EngineServer(
@@ -125,8 +127,13 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
                 "seed": 0,
                 **arguments,
             },
-            environment={**platform.engine_environment(), "HF_HUB_OFFLINE": "1", **(environment or {})},
+            environment={
+                **platform.engine_environment(routed_experts=routed_experts),
+                "HF_HUB_OFFLINE": "1",
+                **(environment or {}),
+            },
             key=RUN_KEY,
+            routed_experts=routed_experts,
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",
         )
         servers.append(server)

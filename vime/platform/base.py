@@ -45,8 +45,11 @@ class Platform(Protocol):
         Args: max_model_len: tokens of prompt and response together. num_devices: of the engine.
         """
 
-    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
-        """Environment variables of the process of an engine of so many devices."""
+    def engine_environment(self, num_devices: int = 1, *, routed_experts: bool = False) -> dict[str, str]:
+        """Environment variables of the process of an engine of so many devices.
+
+        Args: routed_experts: it is to say which experts it routed tokens to.
+        """
 
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
         """Environment variables of a training rank's process (threads, allocator, network interface).

@@ -86,12 +86,14 @@ class CpuPlatform:
             "distributed_executor_backend": "uni" if num_devices == 1 else "mp",
         }
 
-    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
+    def engine_environment(self, num_devices: int = 1, *, routed_experts: bool = False) -> dict[str, str]:
         """Settings vLLM reads from its environment."""
         # vLLM wants a NUMA node for each worker process, to bind its threads there; most machines have one.
         unbound = {} if num_devices == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return {
             **unbound,
+            # vLLM's kernels for it are Triton's, which a CPU can only interpret (engine/vllm/triton_interpreter.py).
+            **({"TRITON_INTERPRET": "1"} if routed_experts else {}),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),  # GiB; vLLM's default is nearly all memory
             # vLLM compiles a small function of its sampler: 20 to 30 s and a C++ compiler, for no gain that could be

