@@ -20,7 +20,7 @@ def test_batches_of_padded_sequences_score_as_each_alone(kind: str, tmp_path: Pa
     folder = write_model(tmp_path / "model", kind, tied=True)
     got = HfModel(folder, dtype="float32", device="cpu", max_tokens=50).log_probs(SEQUENCES, temperature=0.7)
     for one, expected in zip(got, hf_scores(load_hf(folder), SEQUENCES, 0.7), strict=True):
-        assert np.isnan(one[0]) and one.dtype == np.float32
+        assert np.isnan(one[0]) and one.dtype == np.float64
         assert np.abs(one[1:] - expected[1:]).max() < 1e-5
 
 
@@ -28,7 +28,7 @@ def test_float32_computes_with_the_weights_that_were_rounded(tmp_path: Path) -> 
     folder = write_model(tmp_path / "model", "qwen3", tied=False)
     model = HfModel(folder, dtype="bfloat16", device="cpu")
     rounded = model.log_probs(SEQUENCES)
-    model.to_float32()
+    model.compute_in("float32")
     exact = model.log_probs(SEQUENCES)
     expected = hf_scores(load_hf(folder, torch.bfloat16).float(), SEQUENCES)
     assert max(np.nanmax(np.abs(a - b)) for a, b in zip(exact, expected, strict=True)) < 1e-5

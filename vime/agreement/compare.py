@@ -1,15 +1,15 @@
-"""Scores each rollout of a run by HF under the weights that sampled it."""
+"""Rollouts and weights of a run, or of a checkpoint alone, brought together and analysed."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from vime.agreement.comparison import ENGINE, Comparison, RunFigures
-from vime.agreement.hf_model import HfModel
+from vime.agreement.analysis import Analysis, Means, Weights, analyse
+from vime.agreement.comparison import Comparison, RunFigures
 from vime.agreement.run_files import Pair, RunFiles, SavedWeights, pairs_of
 from vime.agreement.tokens import select
 from vime.config import Config
@@ -18,67 +18,88 @@ from vime.config.hf import read_model_config
 from vime.errors import ConfigError
 from vime.loop.staleness import version_after
 from vime.observability.rollout_file import read_rollout
+from vime.types import PolicyVersion, Sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What to compare, and how."""
-
-    steps: Sequence[int] | None = None
-    """Rollouts; None: the first of each saved version."""
-    max_samples: int | None = None
-    """Of each rollout; None: all."""
-    device: str = "cpu"
-    max_tokens: int = 8192
-    """In one forward pass."""
-
-
-def planned(run: RunFiles, hf_checkpoint: Path | None, steps: Sequence[int] | None) -> tuple[list[Pair], list[str]]:
-    """What of a run will be compared, and sentences on what cannot be.
+def planned(
+    run: RunFiles, hf_checkpoint: Path | None, steps: Sequence[int] | None
+) -> tuple[list[Pair], dict[PolicyVersion, SavedWeights], list[str]]:
+    """What of a run will be compared, all saved weights, and sentences on what cannot be compared.
 
     Args: hf_checkpoint: what training started from; None if it is not here.
     Raises: ConfigError as `pairs_of`, or if the run sampled from a part of the vocabulary.
     """
-    rollout = run.config.rollout
+    check_support(run.config)
+    weights = run.weights(hf_checkpoint)
+    pairs, notes = pairs_of(run.rollouts(), weights, steps)
+    if hf_checkpoint is None and any(not entry.is_hf for entry in weights.values()):
+        raise ConfigError("training checkpoints are read with the HF checkpoint they began from; add --hf-checkpoint")
+    return pairs, weights, notes
+
+
+def check_support(config: Config) -> None:
+    """Raises: ConfigError if the run sampled from a part of the vocabulary."""
+    rollout = config.rollout
     if rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1:
         raise ConfigError(
             f"the run sampled with --rollout-top-p {rollout.rollout_top_p} and --rollout-top-k "
             f"{rollout.rollout_top_k}; log-probs over a part of the vocabulary are not compared"
         )
-    pairs, notes = pairs_of(run.rollouts(), run.weights(hf_checkpoint), steps)
-    if hf_checkpoint is None and any(not pair.weights.is_hf for pair in pairs):
-        raise ConfigError("training checkpoints are read with the HF checkpoint they began from; add --hf-checkpoint")
-    return pairs, notes
 
 
-def compare(run: RunFiles, pair: Pair, hf_checkpoint: Path | None, wishes: Wishes) -> Comparison:
-    """Score one rollout. Raises: DataError if its file cannot be read."""
+def analyse_step(
+    run: RunFiles,
+    pair: Pair,
+    weights: Mapping[PolicyVersion, SavedWeights],
+    hf_checkpoint: Path | None,
+    means: Means,
+    *,
+    max_samples: int | None,
+) -> Analysis:
+    """One rollout of a run. Raises: DataError if its file cannot be read; as `analyse`."""
     samples = [sample for group in read_rollout(pair.rollout) for sample in group.samples]
-    tokens = select(samples, pair.weights.version, max_samples=wishes.max_samples)
-    temperature = run.config.rollout.rollout_temperature
-    scores = {ENGINE: tokens.engine}
-    with hf_folder(pair.weights, hf_checkpoint) as folder:
-        dtype = dtype_of(run.config, folder)
-        model = HfModel(folder, dtype=dtype, device=wishes.device, max_tokens=wishes.max_tokens)
-    for precision in dict.fromkeys((dtype, "float32")):
-        if precision != dtype:
-            model.to_float32()
-        scores[f"HF {precision}"] = tokens.pick(model.log_probs(tokens.sequences, temperature=temperature))
-    return Comparison(
-        step=pair.step,
-        version=pair.weights.version,
-        origin=pair.weights.origin,
-        tokens=tokens,
-        temperature=temperature,
-        scores=scores,
-        run=RunFigures.of(run.step_metrics().get(pair.step)),
-        notes=_notes(pair, len(tokens.samples), len(samples)),
-    )
+    tokens = select(samples, pair.weights.version, max_samples=max_samples)
+
+    def make(scores: Mapping[str, Any], temperature: float) -> Comparison:
+        return Comparison(
+            step=pair.step,
+            version=pair.weights.version,
+            origin=pair.weights.origin,
+            tokens=tokens,
+            temperature=temperature,
+            scores=scores,
+            run=RunFigures.of(run.step_metrics().get(pair.step)),
+            notes=_notes(pair, len(tokens.samples), len(samples)),
+        )
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(hf_folder(pair.weights, hf_checkpoint))
+        others = {
+            f"version {near.version} ({near.origin})": stack.enter_context(hf_folder(near, hf_checkpoint))
+            for near in _neighbours(pair.weights.version, weights)
+        }
+        dtype = run_dtype(run.config.megatron, read_model_config(str(folder)))
+        return analyse(tokens, Weights(sampled=folder, others=others, dtype=dtype), means, make=make)
 
 
-def dtype_of(config: Config, folder: Path) -> str:
-    """What the run trained and served in."""
-    return run_dtype(config.megatron, read_model_config(str(folder)))
+def analyse_samples(
+    samples: Sequence[Sample], folder: Path, means: Means, *, max_samples: int | None, origin: str
+) -> Analysis:
+    """Samples that an HF checkpoint is said to have sampled, whatever versions they carry."""
+    tokens = select(samples, None, max_samples=max_samples)
+
+    def make(scores: Mapping[str, Any], temperature: float) -> Comparison:
+        return Comparison(None, 0, origin, tokens, temperature, scores, None)
+
+    dtype = run_dtype(means.config.megatron, read_model_config(str(folder)))
+    return analyse(tokens, Weights(sampled=folder, others={}, dtype=dtype), means, make=make)
+
+
+def _neighbours(version: PolicyVersion, weights: Mapping[PolicyVersion, SavedWeights]) -> list[SavedWeights]:
+    """The saved weights before and after a version: what an engine would have that missed a sync, or got it early."""
+    before = [v for v in weights if v < version]
+    after = [v for v in weights if v > version]
+    return [weights[v] for v in [*([max(before)] if before else []), *([min(after)] if after else [])]]
 
 
 def _notes(pair: Pair, num_compared: int, num_samples: int) -> list[str]:

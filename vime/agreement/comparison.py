@@ -1,4 +1,4 @@
-"""The comparison of one rollout: the same tokens, scored by everybody under the weights that sampled them."""
+"""The same tokens, scored by everybody under the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vime.agreement.difference import Difference, difference
-from vime.agreement.tokens import Tokens
+from vime.agreement.tokens import Floats, Tokens
 
-ENGINE = "engine"
+ENGINE, TRAINER, FRESH = "engine", "trainer", "engine anew"
+"""The engine when it sampled, the trainer's model now, and an engine newly started."""
 _METRIC = "train/train_rollout_logprob_abs_diff"
 
 
@@ -30,34 +30,37 @@ class RunFigures:
         """None where the step has no such metrics."""
         if metrics is None or metrics.get(_METRIC) is None:
             return None
-        return cls(*(float(metrics.get(f"{_METRIC}{part}") or math.nan) for part in ("", "_p99", "_max")))
+        values = [metrics.get(f"{_METRIC}{part}") for part in ("", "_p99", "_max")]
+        return cls(*(math.nan if value is None else float(value) for value in values))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Of one rollout."""
 
-    step: int
-    version: int | None
+    step: int | None
+    """None: of no run."""
+    version: int
     origin: str
     """Of the weights, in words."""
     tokens: Tokens
     temperature: float
-    scores: Mapping[str, npt.NDArray[np.float64]]
-    """Who -> [N] log-probs; the engine's at sampling among them, as ENGINE."""
+    scores: Mapping[str, Floats]
+    """Who -> [N] log-probs; ENGINE first, HF in the widest dtype last. NaN where somebody did not score a token."""
     run: RunFigures | None
     """Over all samples of the step, by the run itself."""
     notes: Sequence[str] = ()
 
     def difference(self, a: str, b: str) -> Difference:
-        """Of a to b."""
-        return difference(self.scores[a], self.scores[b], self.tokens.trajectory)
+        """Of a to b, over the tokens that both scored."""
+        one, other = self.scores[a], self.scores[b]
+        both = np.isfinite(one) & np.isfinite(other)
+        return difference(one[both], other[both], self.tokens.trajectory[both])
 
     def differences(self) -> dict[str, Difference]:
-        """Everybody to the engine, then everybody to the last of the rest, the most exact."""
+        """Everybody to the engine, then everybody to the last, the most exact."""
         names = list(self.scores)
-        rest = [name for name in names if name != ENGINE]
-        pairs = [(name, ENGINE) for name in rest] + [(name, rest[-1]) for name in rest[:-1]]
+        pairs = [(name, ENGINE) for name in names[1:]] + [(name, names[-1]) for name in names[1:-1]]
         return {f"{a} - {b}": self.difference(a, b) for a, b in pairs}
 
     def to_json(self) -> dict[str, Any]:
@@ -81,9 +84,9 @@ class Comparison:
 
 def as_text(comparison: Comparison) -> str:
     """A table of who differs from whom."""
-    num = len(comparison.tokens.samples)
+    step = "" if comparison.step is None else f"step {comparison.step}: "
     lines = [
-        f"step {comparison.step}: {comparison.origin}, version {comparison.version}; {num} samples, "
+        f"{step}{comparison.origin}, version {comparison.version}; {len(comparison.tokens.samples)} samples, "
         f"{len(comparison.tokens.place):,} tokens, temperature {comparison.temperature:g}",
         f"  {'nats':<32}{'mean':>11}{'p99':>11}{'max':>11}{'signed':>11}{'k3':>11}",
     ]
@@ -97,12 +100,15 @@ def as_text(comparison: Comparison) -> str:
 
 def summary(comparisons: Sequence[Comparison]) -> str:
     """Mean absolute differences to the engine, a row for each step."""
-    names = [name for name in comparisons[0].scores if name != ENGINE]
+    names = list(comparisons[0].scores)[1:]
     lines = [
         "mean absolute difference to the engine, in nats",
         f"{'step':>6}{'trainer (run)':>16}" + "".join(f"{name:>16}" for name in names),
     ]
     for c in comparisons:
         own = f"{c.run.mean:.3e}" if c.run is not None else "-"
-        lines.append(f"{c.step:>6}{own:>16}" + "".join(f"{c.difference(name, ENGINE).mean:>16.3e}" for name in names))
+        lines.append(
+            f"{'-' if c.step is None else c.step:>6}{own:>16}"
+            + "".join(f"{c.difference(name, ENGINE).mean:>16.3e}" for name in names)
+        )
     return "\n".join(lines)

@@ -6,7 +6,8 @@ V vocabulary, D hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+WIDER = {"bfloat16": "float32", "float32": "float64"}
+"""What a run's dtype is compared with: computing in it rounds so little that it counts as exact."""
 _LOGITS_BYTES = 256 << 20
-"""Of float32 logits that exist at a time."""
+"""Of logits that exist at a time."""
 
 
 class HfModel:
@@ -38,25 +41,85 @@ class HfModel:
         self._model = model.eval().to(device)
         self._device, self._max_tokens = device, max_tokens
 
-    def to_float32(self) -> None:
-        """Compute in float32 from now on, with the same weights: those that were rounded stay rounded."""
-        self._model = self._model.float()
+    def compute_in(self, dtype: str) -> None:
+        """Compute in a wider dtype from now on, with the same weights: those that were rounded stay rounded."""
+        if dtype == "float64":
+            self._model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+        self._model = self._model.to(getattr(torch, dtype))
 
     @torch.no_grad()
     def log_probs(
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0
-    ) -> list[npt.NDArray[np.float32]]:
-        """One [length] array for each sequence, NaN first; softmax(logits / temperature) in float32.
+    ) -> list[npt.NDArray[np.float64]]:
+        """One [length] array for each sequence, NaN first; softmax(logits / temperature) in float32 or wider.
 
         Sequences of like length go through the model together, padded at the end, where a causal model does not look.
         """
-        scores: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
+        scores: list[npt.NDArray[np.float64]] = [np.empty(0)] * len(sequences)
         for batch in _batches([len(s) for s in sequences], self._max_tokens):
             hidden = self._hidden([sequences[i] for i in batch])
             for row, i in enumerate(batch):
                 tokens = torch.tensor(sequences[i], device=self._device)
                 scores[i] = self._log_probs_of(hidden[row, : len(tokens) - 1], tokens[1:], temperature)
         return scores
+
+    @torch.no_grad()
+    def log_probs_after(
+        self, prefix_model: HfModel, sequence: Sequence[int], prefix: int, *, temperature: float = 1.0
+    ) -> npt.NDArray[np.float64]:
+        """[length] as `log_probs`, with the keys and values of the first `prefix` tokens by another model.
+
+        NaN up to the first token that this model predicts by itself.
+        """
+        ids = torch.tensor([list(sequence)], device=self._device)
+        if not 0 < prefix < len(sequence):
+            raise ValueError(f"a prefix of {prefix} of {len(sequence)} tokens leaves nothing to compute with")
+        cache = prefix_model._model.base_model(ids[:, :prefix], use_cache=True).past_key_values
+        hidden = self._model.base_model(ids[:, prefix:], past_key_values=cache, use_cache=True).last_hidden_state[0]
+        scored = self._log_probs_of(hidden[:-1], ids[0, prefix + 1 :], temperature)
+        return np.concatenate([np.full(prefix, math.nan), scored])
+
+    @torch.no_grad()
+    def inside(self, sequence: Sequence[int]) -> tuple[list[Tensor], Mapping[int, Tensor]]:
+        """What goes on in one sequence of n tokens.
+
+        Returns: hidden states [n, D], float64 on the CPU: the embedding's, then each layer's; and of each layer with
+            experts (counted from 0) the experts chosen, [n, experts] bool.
+        """
+        states: list[Tensor] = []
+        routed: dict[int, Tensor] = {}
+        base = self._model.base_model
+        handles = [base.get_input_embeddings().register_forward_hook(lambda *a: states.append(_rows(a[2])))]
+        for number, layer in enumerate(base.layers):
+            handles.append(layer.register_forward_hook(lambda *a: states.append(_rows(a[2]))))
+            gate = getattr(layer.mlp, "gate", None)
+            if gate is not None and hasattr(gate, "top_k"):
+                handles.append(
+                    gate.register_forward_hook(lambda m, _, out, n=number: routed.update({n: _chosen(m, out)}))
+                )
+        try:
+            self._hidden([sequence])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return states, routed
+
+    def tensor_names(self) -> list[str]:
+        """Of the weights, tied ones once."""
+        return [name for name, _ in self._model.named_parameters()]
+
+    @contextmanager
+    def with_tensors_of(self, other: HfModel, names: Iterable[str]) -> Iterator[None]:
+        """These tensors are another model's while the block lasts."""
+        mine, theirs = dict(self._model.named_parameters()), dict(other._model.named_parameters())
+        kept = {name: mine[name].data for name in names}
+        for name in kept:
+            mine[name].data = theirs[name].data
+        try:
+            yield
+        finally:
+            for name, data in kept.items():
+                mine[name].data = data
 
     def _hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """[batch, longest, D] after the final norm."""
@@ -66,17 +129,31 @@ class HfModel:
         hidden: Tensor = self._model.base_model(ids.to(self._device), use_cache=False).last_hidden_state
         return hidden
 
-    def _log_probs_of(self, hidden: Tensor, targets: Tensor, temperature: float) -> npt.NDArray[np.float32]:
-        """Args: hidden: [length - 1, D]. targets: [length - 1]."""
+    def _log_probs_of(self, hidden: Tensor, targets: Tensor, temperature: float) -> npt.NDArray[np.float64]:
+        """[length], NaN first. Args: hidden: [length - 1, D]. targets: [length - 1]."""
         head = self._model.get_output_embeddings()
-        rows = max(1, _LOGITS_BYTES // (4 * head.weight.shape[0]))
+        wide = torch.promote_types(head.weight.dtype, torch.float32)
+        rows = max(1, _LOGITS_BYTES // (wide.itemsize * head.weight.shape[0]))
         parts = [
-            (head(h).float() / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
+            (head(h).to(wide) / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
             for h, t in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
         ]
-        first = torch.full((1,), math.nan, device=hidden.device)
-        array: npt.NDArray[np.float32] = torch.cat([first, *parts]).cpu().numpy()
+        first = torch.full((1,), math.nan, device=hidden.device, dtype=wide)
+        array: npt.NDArray[np.float64] = torch.cat([first, *parts]).double().cpu().numpy()
         return array
+
+
+def _rows(output: Any) -> Tensor:
+    """[1, n, D] as [n, D] on the CPU."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor[0].double().cpu()
+
+
+def _chosen(gate: Any, output: tuple[Tensor, ...]) -> Tensor:
+    """[n, experts] bool, of a router that gives (logits, weights, numbers)."""
+    numbers = output[2]
+    chosen = torch.zeros(numbers.shape[0], gate.num_experts, dtype=torch.bool, device=numbers.device)
+    return chosen.scatter_(1, numbers, True).cpu()
 
 
 def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ COMMANDS = {
     "plan": ("vime.cli.plan", "estimate the memory of each training device, part by part, without devices"),
     "init-model": ("vime.cli.init_model", "make a tiny random HF checkpoint with tokenizer and chat template"),
     "convert": ("vime.cli.convert", "make a training checkpoint of an HF one, or an HF one of a training checkpoint"),
-    "mismatch": ("vime.cli.mismatch", "compare a run's engine log-probs with HF transformers', step by step"),
+    "mismatch": ("vime.cli.mismatch", "find out what log-probs of engine, trainer and HF differ by, and from what"),
     "engine": ("vime.cli.engine", "serve a checkpoint for runs that use it by address"),
     "doctor": ("vime.cli.doctor", "say what this machine lacks, and how to get it"),
 }

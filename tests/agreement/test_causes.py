@@ -1,0 +1,178 @@
+"""Each cause of a difference, caused on a tiny model, and named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.agreement.models import write_model
+from vime.agreement.analysis import Analysis, Means, Weights, analyse
+from vime.agreement.comparison import Comparison
+from vime.agreement.explain import Flips, explanation, precision_bound, verdict_on_engine, verdict_on_trainer
+from vime.agreement.hf_model import HfModel
+from vime.agreement.tokens import select
+from vime.config import Config, RolloutConfig
+from vime.platform.cpu import CpuPlatform
+from vime.types import Sample
+
+ROUNDING = 1e-6
+"""Of the sampler's log-probs, as another float32 program would have."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The right weights; those a few steps before; a model of experts."""
+    root = tmp_path_factory.mktemp("causes")
+    now = write_model(root / "now", "qwen3", tied=False)
+    changed(now, root / "before", lambda name, t: t + 0.01 * torch.randn(t.shape, generator=torch.manual_seed(1)))
+    write_model(root / "experts", "qwen3_moe", tied=False)
+    return {"now": now, "before": root / "before", "experts": root / "experts"}
+
+
+def changed(source: Path, target: Path, change: Any) -> Path:
+    """A copy of a checkpoint with each tensor replaced by `change` (name, tensor)."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: change(name, t) for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def sequences(num: int = 24) -> list[tuple[int, ...]]:
+    """8 tokens of prompt, 16 of response."""
+    return [tuple(np.random.default_rng(i).integers(3, 320, 24).tolist()) for i in range(num)]
+
+
+def sampled_by(scores: list[Any]) -> list[Sample]:
+    """Samples whose engine had these log-probs, and rounded in its own way."""
+    noise = np.random.default_rng(9)
+    samples = []
+    for i, (tokens, score) in enumerate(zip(sequences(), scores, strict=True)):
+        sample = Sample(tokens=tokens[:8], group_id=i, sample_id=i, trajectory_id=i)
+        log_probs = np.minimum(score[8:] + noise.normal(0, ROUNDING, 16), 0.0)
+        sample.append_response(tokens[8:], log_probs.tolist(), version=3)
+        samples.append(sample)
+    return samples
+
+
+def hf(folder: Path) -> HfModel:
+    return HfModel(folder, dtype="float32", device="cpu")
+
+
+def judged(
+    samples: list[Sample], sampled: Path, others: Mapping[str, Path], *, temperature: float = 1.0, trainer: bool = False
+) -> Analysis:
+    tokens = select(samples, 3)
+    means = Means(
+        config=Config(rollout=RolloutConfig(rollout_temperature=temperature)),
+        platform=CpuPlatform(),
+        with_trainer=trainer,
+        num_inside=4,
+    )
+    return analyse(
+        tokens,
+        Weights(sampled=sampled, others=others, dtype="float32"),
+        means,
+        make=lambda scores, t: Comparison(2, 3, "test", tokens, t, scores, None),
+    )
+
+
+def test_nothing_but_rounding(models: dict[str, Path]) -> None:
+    samples = sampled_by(hf(models["now"]).log_probs(sequences()))
+    analysis = judged(samples, models["now"], {"version 2": models["before"]})
+    assert analysis.verdicts["engine"].word == "precision"
+    assert not any(x.holds for x in analysis.explanations)
+
+
+def test_the_weights_of_another_version(models: dict[str, Path]) -> None:
+    samples = sampled_by(hf(models["before"]).log_probs(sequences()))
+    verdict = judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"]
+    assert verdict.word == "stale weights" and verdict.sentence.startswith("it had version 2: it accounts for 100%")
+
+
+def test_weights_between_two_saved_versions(models: dict[str, Path], tmp_path: Path) -> None:
+    now, before = (load_file(models[n] / "model.safetensors") for n in ("now", "before"))
+    between = changed(models["now"], tmp_path / "between", lambda n, t: now[n] + 0.05 * (before[n] - now[n]))
+    samples = sampled_by(hf(between).log_probs(sequences()))
+    (best, *_) = judged(samples, models["now"], {"version 2": models["before"]}).explanations
+    assert best.cause == "stale weights: it had version 2" and best.multiple == pytest.approx(0.05, rel=0.3)
+
+
+def test_one_tensor_that_was_not_brought_up_to_date(models: dict[str, Path], tmp_path: Path) -> None:
+    before, name = load_file(models["before"] / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    skipped = changed(models["now"], tmp_path / "skipped", lambda n, t: before[n] if n == name else t)
+    samples = sampled_by(hf(skipped).log_probs(sequences()))
+    verdict = judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"]
+    assert verdict.word == "stale tensor" and verdict.sentence.startswith(f"{name} was of version 2")
+
+
+def test_a_prefix_cache_that_was_not_reset(models: dict[str, Path]) -> None:
+    now, before = hf(models["now"]), hf(models["before"])
+    samples = sampled_by([now.log_probs_after(before, s, 7) for s in sequences()])
+    verdict = judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"]
+    assert verdict.word == "stale cache" and "of version 2" in verdict.sentence
+
+
+def test_log_probs_of_before_the_temperature(models: dict[str, Path]) -> None:
+    samples = sampled_by(hf(models["now"]).log_probs(sequences()))
+    verdict = judged(samples, models["now"], {}, temperature=0.7).verdicts["engine"]
+    assert verdict.word == "temperature"
+
+
+def test_an_engine_with_a_wrong_tensor_that_no_version_had(models: dict[str, Path], tmp_path: Path) -> None:
+    wrong = changed(
+        models["now"], tmp_path / "wrong", lambda n, t: t.flip(0) if n.endswith("1.mlp.up_proj.weight") else t
+    )
+    samples = sampled_by(hf(wrong).log_probs(sequences()))
+    assert judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"].word == "bug"
+
+
+@pytest.mark.parametrize("kind", ["now", "experts"])
+def test_the_trainer_agrees_layer_by_layer_and_in_its_routers(models: dict[str, Path], kind: str) -> None:
+    samples = sampled_by(hf(models[kind]).log_probs(sequences()))
+    analysis = judged(samples, models[kind], {}, trainer=True)
+    assert analysis.verdicts["trainer"].word == "precision"
+    assert len(analysis.layers["trainer - HF float64"]) == 4 and max(analysis.layers["trainer - HF float64"]) < 1e-5
+    flips = analysis.flips.get("trainer - HF float64", {})
+    assert sorted(flips) == ([0, 1, 2] if kind == "experts" else []) and not any(flips.values())
+
+
+def test_a_trainer_with_a_wrong_tensor_is_caught_in_its_layer(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vime.trainer.megatron import hf_io
+
+    wrong = changed(models["now"], tmp_path / "wrong", lambda n, t: t.flip(0) if "layers.1.self_attn.v" in n else t)
+    load = hf_io.load_hf
+    monkeypatch.setattr(hf_io, "load_hf", lambda chunks, folder, *rest: load(chunks, wrong, *rest))
+    samples = sampled_by(hf(models["now"]).log_probs(sequences()))
+    verdict = judged(samples, models["now"], {}, trainer=True).verdicts["trainer"]
+    assert verdict.word == "bug" and verdict.sentence.endswith("hidden states first differ in layer 1")
+
+
+def test_differences_where_routers_differ_are_routing() -> None:
+    flips = Flips(share=0.1, mean_with=0.2, mean_without=0.001)
+    assert verdict_on_engine(0.021, 0.004, None, flips, None).word == "routing"
+    assert verdict_on_trainer(0.021, 0.004, flips, "layer 1").word == "routing"
+    even = Flips(share=0.1, mean_with=0.02, mean_without=0.02)
+    assert verdict_on_engine(0.02, 0.004, None, even, None).word == "bug"
+    assert verdict_on_engine(0.001, 0.004, None, flips, None).word == "precision"
+
+
+def test_a_new_engine_tells_whose_fault_it_is() -> None:
+    assert "the run's engine held others" in verdict_on_engine(0.5, 0.01, None, None, 0.005).sentence
+    assert "another model" in verdict_on_engine(0.5, 0.01, None, None, 0.4).sentence
+
+
+def test_noise_is_no_explanation() -> None:
+    numbers = np.random.default_rng(0)
+    expected, noise, cause = (numbers.normal(size=1000) for _ in range(3))
+    found = explanation("stale weights: x", expected + noise, expected, expected + cause)
+    assert not found.holds and abs(found.multiple) < 0.15
+    assert precision_bound(1e-9, "float32") == 1e-5 and precision_bound(1e-3, "bfloat16") == 4e-3

@@ -1,0 +1,119 @@
+"""An engine newly started with an HF checkpoint: it scores given tokens, or samples some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from vime.engine.vllm.answers import parse_completions, request_body
+from vime.engine.vllm.processes import local_client
+from vime.engine.vllm.server import SERVED_MODEL_NAME, EngineServer
+from vime.errors import EngineError
+from vime.protocols import GenerateRequest, SamplingParams
+from vime.types import Sample, SampleStatus
+
+_PATH = "/inference/v1/generate"
+_REQUEST_TIMEOUT_S = 600.0
+_AT_A_TIME = 16
+_VERSION = 0  # of the weights an engine was started with
+
+
+class FreshEngine:
+    """A vLLM server of its own, for the time of a `with` block.
+
+    Args:
+        folder: the HF checkpoint.
+        arguments, environment: as `EngineServer` takes them; `max_model_len` among the arguments.
+        key: what its doors ask for.
+        log_path: its log.
+        start_timeout_s: how long it may take to start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        key: str,
+        log_path: Path,
+        start_timeout_s: float,
+    ) -> None:
+        self._server = EngineServer(
+            str(folder), arguments=arguments, environment=environment, key=key, log_path=log_path
+        )
+        self._limit, self._start_timeout_s = int(arguments["max_model_len"]), start_timeout_s
+        self._http: httpx.Client = local_client(key)
+
+    def __enter__(self) -> FreshEngine:
+        try:
+            self._server.start()
+            self._server.wait_ready(self._start_timeout_s)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._http.close()
+        self._server.stop()
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float64]]:
+        """One [length] array for each sequence, NaN first, at temperature 1: vLLM scores prompts at no other.
+
+        What is longer than its context less one token, which it must sample, is NaN at the end.
+        """
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            return list(pool.map(self._score, range(len(sequences)), sequences))
+
+    def _score(self, number: int, sequence: Sequence[int]) -> npt.NDArray[np.float64]:
+        ids = tuple(sequence[: self._limit - 1])
+        request = GenerateRequest(request_id=f"score-{number}", token_ids=ids, sampling=SamplingParams(max_tokens=1))
+        body = request_body(request, SERVED_MODEL_NAME)
+        body["sampling_params"]["prompt_logprobs"] = 0  # the prompt's own tokens alone
+        entries = self._post(body).get("prompt_logprobs")
+        if entries is None or len(entries) != len(ids):
+            raise EngineError(f"the engine scored {len(entries or ())} of {len(ids)} tokens")
+        scores = np.full(len(sequence), math.nan)
+        for place in range(1, len(ids)):
+            scores[place] = entries[place][str(ids[place])]["logprob"]
+        return scores
+
+    def sample(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Sample]:
+        """`sampling.n` samples of each prompt, a group each, of policy version 0."""
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            groups = list(pool.map(lambda i: self._sample(i, prompts[i], sampling), range(len(prompts))))
+        samples = [sample for group in groups for sample in group]
+        for i, sample in enumerate(samples):
+            sample.sample_id = sample.trajectory_id = i
+        return samples
+
+    def _sample(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> list[Sample]:
+        request = GenerateRequest(request_id=f"sample-{number}", token_ids=tuple(prompt), sampling=sampling)
+        answer = self._post(request_body(request, SERVED_MODEL_NAME))
+        samples = []
+        for completion in parse_completions(answer, request, self._server.adapter, _VERSION):
+            sample = Sample(tokens=tuple(prompt), status=SampleStatus.COMPLETED, group_id=number)
+            sample.append_response(
+                completion.token_ids,
+                completion.log_probs,
+                version=completion.weight_versions,
+                routed_experts=completion.routed_experts,
+            )
+            samples.append(sample)
+        return samples
+
+    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self._http.post(self._server.url + _PATH, json=body, timeout=_REQUEST_TIMEOUT_S)
+        if answer.status_code != 200:
+            self._server.check_alive()
+            raise EngineError(f"{self._server.url}{_PATH} answered {answer.status_code}: {answer.text[:500]}")
+        return dict(answer.json())
