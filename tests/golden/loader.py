@@ -53,6 +53,11 @@ def columns(case, dtype, *names):
     return [torch.from_numpy(flat(case["inputs"][name])).to(getattr(torch, dtype)) for name in names]
 
 
+def spread(values, mask):
+    """[T] zeros, but `values` [P] where the mask is on: losses are of the tokens that count alone."""
+    return torch.zeros(len(mask), dtype=values.dtype).index_put(((mask != 0).nonzero()[:, 0],), values)
+
+
 def cu_seqlens(case, name="mask"):
     """[N + 1] borders of the ragged rows."""
     return np.cumsum([0] + [len(row) for row in case["inputs"][name]])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.golden.loader import all_cases, check, columns, cu_seqlens, each_case, flat
+from tests.golden.loader import all_cases, check, columns, cu_seqlens, each_case, flat, spread
 from tests.golden.softmax import token_entropy, token_log_probs
 from vime.algo.cispo import cispo_loss
 from vime.algo.kl import kl_estimate
@@ -53,46 +53,42 @@ def test_no_kind_of_case_is_forgotten():
 
 
 def sequence_means(values: torch.Tensor, case: dict) -> torch.Tensor:
-    """[T] each token's mean over its row's tokens under mask 1; 0 under mask 0, where nothing is read."""
-    on = torch.from_numpy(flat(case["inputs"]["mask"])) != 0
+    """[P] of the tokens under mask 1, each one's mean over its row."""
+    mask = torch.from_numpy(flat(case["inputs"]["mask"]))
     rows = torch.repeat_interleave(torch.tensor([len(row) for row in case["inputs"]["mask"]]))
-    counts = torch.zeros(len(case["inputs"]["mask"])).index_add(0, rows[on], torch.ones(int(on.sum())))
-    means = Sequences(rows[on], counts.to(values.dtype)).mean(values[on])
-    return torch.zeros_like(values).index_put((on.nonzero()[:, 0],), means)
+    counts = torch.zeros(len(case["inputs"]["mask"]), dtype=values.dtype).index_add(0, rows, mask.to(values.dtype))
+    return Sequences(rows[mask != 0], counts).mean(values)
 
 
 @each_case("ppo_loss")
-@pytest.mark.parametrize("masked_value", ["as given", float("nan")])
-def test_ppo_loss(case, dtype, masked_value):
+def test_ppo_loss(case, dtype):
     p = case["params"]
     logp, old, advantages, mask = columns(case, dtype, "logp", "logp_old", "advantages", "mask")
-    if masked_value != "as given":
-        for column in (logp, old, advantages):
-            column[mask == 0] = masked_value
-    bounds = dict(eps_clip=p["eps_low"], eps_clip_high=p["eps_high"], eps_clip_c=p["dual_c"], mask=mask)
     on = mask != 0
+    bounds = dict(eps_clip=p["eps_low"], eps_clip_high=p["eps_high"], eps_clip_c=p["dual_c"])
     if p["level"] == "sequence":
-        got = clipped_loss(sequence_means(logp - old, case), advantages, **bounds)
+        got = clipped_loss(sequence_means((logp - old)[on], case), advantages[on], **bounds)
         starts = cu_seqlens(case)[:-1]
         first = [int(start) + row.index(1) for start, row in zip(starts, case["inputs"]["mask"], strict=True)]
-        check(got.ratio[first], case, "ratio", dtype)
+        check(spread(got.ratio, mask)[first], case, "ratio", dtype)
     else:
-        got = ppo_clip_loss(logp, old, advantages, **bounds)
+        got = ppo_clip_loss(logp[on], old[on], advantages[on], **bounds)
         unmasked = {"expected": {"ratio": flat(case["expected"]["ratio"])[on.numpy()].tolist()}}  # also under mask 0
-        check(got.ratio[on], case | unmasked, "ratio", dtype)
-    check(got.loss, case, "token_loss", dtype)
-    check(got.clipped, case, "clipped", dtype)
-    check(got.dual_clipped, case, "dual_clipped", dtype)
+        check(got.ratio, case | unmasked, "ratio", dtype)
+    loss, clipped = spread(got.loss, mask), spread(got.clipped, mask)
+    check(loss, case, "token_loss", dtype)
+    check(clipped, case, "clipped", dtype)
+    check(spread(got.dual_clipped, mask), case, "dual_clipped", dtype)
 
     borders, rows = cu_seqlens(case), len(case["inputs"]["mask"])
     token_mean = torch.from_numpy(token_mean_weights(mask.numpy(), borders, np.zeros(rows)))
-    check(weighted_sum(got.loss, token_mean), case, "loss_token_mean", dtype)
-    check(weighted_sum(got.clipped.double(), token_mean), case, "clipfrac_token_mean", dtype)
+    check(weighted_sum(loss, token_mean), case, "loss_token_mean", dtype)
+    check(weighted_sum(clipped.double(), token_mean), case, "clipfrac_token_mean", dtype)
     check(weighted_sum(old - logp, token_mean), case, "approx_kl_k1_token_mean", dtype)
     # A sequence mean is the trajectory mean when every sequence is its own trajectory and none is empty.
     seq_mean = torch.from_numpy(token_loss_weights(mask.numpy(), borders, np.arange(rows), rows))
-    check(weighted_sum(got.loss, seq_mean), case, "loss_seq_mean", dtype)
-    check(weighted_sum(got.clipped.double(), seq_mean), case, "clipfrac_seq_mean", dtype)
+    check(weighted_sum(loss, seq_mean), case, "loss_seq_mean", dtype)
+    check(weighted_sum(clipped.double(), seq_mean), case, "clipfrac_seq_mean", dtype)
 
 
 @each_case("cispo_loss")
@@ -100,18 +96,19 @@ def test_cispo_loss(case, dtype):
     p = case["params"]
     logp, old, advantages, mask = columns(case, dtype, "logp", "logp_old", "advantages", "mask")
     logp.requires_grad_()
-    bounds = dict(eps_clip=1 - p["ratio_lo"], eps_clip_high=p["ratio_hi"] - 1)
-    got = cispo_loss(logp, old, advantages, **bounds, mask=mask)
-    check(got.loss, case, "token_loss", dtype)
-    check(got.clipped, case, "clipped", dtype)
-    weight = got.ratio.clamp(p["ratio_lo"], p["ratio_hi"])[mask != 0]
-    of_tokens = {"expected": {"weight": flat(case["expected"]["weight"])[mask.numpy() != 0].tolist()}}
+    bounds, on = dict(eps_clip=1 - p["ratio_lo"], eps_clip_high=p["ratio_hi"] - 1), mask != 0
+    got = cispo_loss(logp[on], old[on], advantages[on], **bounds)
+    loss = spread(got.loss, mask)
+    check(loss, case, "token_loss", dtype)
+    check(spread(got.clipped, mask), case, "clipped", dtype)
+    weight = got.ratio.clamp(p["ratio_lo"], p["ratio_hi"])
+    of_tokens = {"expected": {"weight": flat(case["expected"]["weight"])[on.numpy()].tolist()}}
     check(weight, case | of_tokens, "weight", dtype)
     rows = len(case["inputs"]["mask"])
     token_mean = torch.from_numpy(token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows)))
-    check(weighted_sum(got.loss, token_mean), case, "loss_token_mean", dtype)
+    check(weighted_sum(loss, token_mean), case, "loss_token_mean", dtype)
     seq_mean = sequence_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows), count_empty=False)
-    check(weighted_sum(got.loss, torch.from_numpy(seq_mean)), case, "loss_seq_mean", dtype)
+    check(weighted_sum(loss, torch.from_numpy(seq_mean)), case, "loss_seq_mean", dtype)
     got.loss.sum().backward()
     check(logp.grad, case, "dloss_dlogp", dtype)
 
@@ -135,7 +132,8 @@ def test_off_policy_sequence_masking(case, dtype):
 @pytest.mark.parametrize(("kind", "key"), [("k1", "k1"), ("k3", "k3"), ("low_var_kl", "low_var_kl_clamp10")])
 def test_unbiased_kl(case, dtype, kind, key):
     logp, old, ref, mask = columns(case, dtype, "logp", "logp_old", "logp_ref", "mask")
-    got = kl_estimate(logp, ref, kind, mask=mask, log_ratio=logp - old)
+    on = mask != 0
+    got = spread(kl_estimate(logp[on], ref[on], kind, log_ratio=(logp - old)[on]), mask)
     check(got, case, f"unbiased_{key}", dtype)
     weights = token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(len(case["inputs"]["mask"])))
     check(weighted_sum(got, torch.from_numpy(weights)), case, f"unbiased_{key}_token_mean", dtype)
@@ -148,7 +146,8 @@ def test_unbiased_kl(case, dtype, kind, key):
 )
 def test_kl(case, dtype, kind, key):
     logp, ref, mask = columns(case, dtype, "logp", "logp_ref", "mask")
-    got = kl_estimate(logp, ref, kind, mask=mask)
+    on = mask != 0
+    got = spread(kl_estimate(logp[on], ref[on], kind), mask)
     check(got, case, key, dtype)
     weights = token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(len(case["inputs"]["mask"])))
     check(weighted_sum(got, torch.from_numpy(weights)), case, f"{key}_token_mean", dtype)
@@ -237,30 +236,31 @@ def test_policy_gradient(case, dtype):
     tokens = torch.from_numpy(flat(inputs["tokens"])).long()
     old, advantages, mask = columns(case, dtype, "logp_old", "advantages", "mask")
     rows, temperature = len(inputs["mask"]), p.get("temperature", 1.0)
-    log_probs = token_log_probs(logits, tokens, temperature=temperature)
-    log_ratio = log_probs - old
+    on = mask != 0
+    log_probs, advantages = token_log_probs(logits, tokens, temperature=temperature)[on], advantages[on]
+    log_ratio = log_probs - old[on]
     if p["algo"] == "gspo":
         log_ratio = sequence_means(log_ratio, case)
     if p["algo"] == "cispo":
         bounds = dict(eps_clip=1 - p["ratio_lo"], eps_clip_high=p["ratio_hi"] - 1)
-        loss = cispo_loss(log_probs, old, advantages, **bounds, mask=mask).loss
+        loss = cispo_loss(log_probs, old[on], advantages, **bounds).loss
     else:
         bounds = dict(eps_clip=p["eps_low"], eps_clip_high=p["eps_high"])
-        loss = clipped_loss(log_ratio, advantages, **bounds, mask=mask).loss
+        loss = clipped_loss(log_ratio, advantages, **bounds).loss
     if "is_weights" in inputs:
-        loss = loss * columns(case, dtype, "is_weights")[0]
+        loss = loss * columns(case, dtype, "is_weights")[0][on]
     if "kl_coef" in p:
         (ref,) = columns(case, dtype, "logp_ref")
         ratio = log_ratio if p.get("unbiased_kl") else None
-        loss = loss + p["kl_coef"] * kl_estimate(log_probs, ref, p["kl_kind"], mask=mask, log_ratio=ratio)
+        loss = loss + p["kl_coef"] * kl_estimate(log_probs, ref[on], p["kl_kind"], log_ratio=ratio)
     if "entropy_coef" in p:
-        loss = loss - p["entropy_coef"] * token_entropy(logits, temperature=temperature)
+        loss = loss - p["entropy_coef"] * token_entropy(logits, temperature=temperature)[on]
     if p["agg"] == "token_mean":
         weights = token_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows))
     else:
         assert p["agg"] == "seq_mean", p["agg"]
         weights = sequence_mean_weights(mask.numpy(), cu_seqlens(case), np.zeros(rows), count_empty=False)
-    total = weighted_sum(loss, torch.from_numpy(weights))
+    total = weighted_sum(spread(loss, mask), torch.from_numpy(weights))
     check(total, case, "loss", dtype)
     total.backward()
     check(logits.grad, case, "grad_logits", dtype)

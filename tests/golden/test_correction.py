@@ -7,7 +7,7 @@ is the other variant (removed).
 import numpy as np
 import torch
 
-from tests.golden.loader import check, columns, cu_seqlens, each_case
+from tests.golden.loader import check, columns, cu_seqlens, each_case, spread
 from vime.algo.correction import importance_weights, rejection
 from vime.algo.reduce import sequence_mean_weights, token_mean_weights
 from vime.algo.sequences import Sequences
@@ -23,10 +23,7 @@ def test_weights_and_what_they_make_of_the_loss(case, dtype):
     log_ratio = (train - rollout)[on]
     got = importance_weights(log_ratio, sequences, level=p["level"], mode=p["mode"], low=p["lo"], high=p["hi"])
 
-    def spread(values):
-        return torch.zeros_like(train).index_put((on.nonzero()[:, 0],), values.to(train.dtype))
-
-    weights, changed = spread(got.weights), spread(got.below | got.above)
+    weights, changed = spread(got.weights, mask), spread((got.below | got.above).to(mask.dtype), mask)
     check(weights, case, "weights", dtype)
     check(changed, case, "changed", dtype)
     check(weights * pg_loss, case, "weighted_loss", dtype)
@@ -37,7 +34,8 @@ def test_weights_and_what_they_make_of_the_loss(case, dtype):
     check((token_mean * weights * pg_loss).sum(), case, "loss_token_mean", dtype)
     check((sequence_mean * weights * pg_loss).sum(), case, "loss_seq_mean", dtype)
     if p["mode"] == "mask":
-        kept = spread(rejection(log_ratio, sequences, level=p["level"], low=p["lo"], high=p["hi"]).kept)
+        kept = rejection(log_ratio, sequences, level=p["level"], low=p["lo"], high=p["hi"]).kept
+        kept = spread(kept.to(mask.dtype), mask)
         check(kept, case, "kept_mask", dtype)
         left = torch.from_numpy(token_mean_weights(kept.numpy(), borders, step))
         check((left * weights * pg_loss).sum(), case, "loss_token_mean_kept_denominator", dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algo.policy_loss import PolicyLoss, check_bounds, masked_ratio
+from vime.algo.policy_loss import PolicyLoss, check_bounds, finite_ratio
 
 
 def cispo_loss(
@@ -15,7 +15,6 @@ def cispo_loss(
     *,
     eps_clip: float,
     eps_clip_high: float | None = None,
-    mask: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss to minimise for each token, before any aggregation.
 
@@ -28,17 +27,14 @@ def cispo_loss(
         advantages: [T] float.
         eps_clip: lower bound of the weight as an offset from 1; 1 is no bound, as in the paper.
         eps_clip_high: upper bound as an offset from 1; None takes eps_clip.
-        mask: [T], nonzero where a token counts. Elsewhere the loss is 0 and no gradient flows, NaN inputs included.
 
-    Returns: loss (differentiable), ratio (1 under mask 0), clipped (the ratio was outside the bounds), dual_clipped
+    Returns: loss (differentiable), ratio, clipped (the ratio was outside the bounds), dual_clipped
         (False).
     Raises: ValueError on a negative bound.
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4.
     """
     low, high = check_bounds(eps_clip, eps_clip_high)
-    if mask is not None:
-        log_probs, advantages = (torch.where(mask.bool(), x, torch.zeros_like(x)) for x in (log_probs, advantages))
-    ratio = masked_ratio(log_probs.detach() - old_log_probs.detach(), mask)
+    ratio = finite_ratio(log_probs.detach() - old_log_probs.detach())
     weight = ratio.clamp(low, high)
     loss = -weight * advantages.detach() * log_probs
     return PolicyLoss(loss, ratio, weight != ratio, torch.zeros_like(ratio, dtype=torch.bool))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algo.policy_loss import LOG_RATIO_LIMIT, masked_ratio
+from vime.algo.policy_loss import LOG_RATIO_LIMIT, finite_ratio
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "abs")
 LOW_VAR_KL_LIMIT = 10.0  # the bound of low_var_kl; k3 itself stays unbounded
@@ -16,7 +16,6 @@ def kl_estimate(
     ref_log_probs: Tensor,
     kind: str,
     *,
-    mask: Tensor | None = None,
     log_ratio: Tensor | None = None,
 ) -> Tensor:
     """An estimate of KL(policy || reference) for each token that the policy sampled.
@@ -28,8 +27,6 @@ def kl_estimate(
         log_probs: [T] float, the policy; gradients flow through it.
         ref_log_probs: [T] float, the reference; gradients do not.
         kind: one of KL_KINDS.
-        mask: [T], nonzero where a token counts. Elsewhere the estimate is 0 and no gradient flows, NaN inputs
-            included. None counts every token.
         log_ratio: [T] float, of the policy to the one that sampled the tokens; the estimate is multiplied with its exp
             (before any limit) and the gradient flows through it, too. It makes the estimate, and for k1 and k3 its
             gradient, unbiased once the policy has moved. None: as if the policy had sampled the tokens itself.
@@ -40,9 +37,7 @@ def kl_estimate(
         ratio: DeepSeek-V3.2, arXiv:2512.02556, eq. 7.
     """
     d = log_probs - ref_log_probs.detach()
-    if mask is not None:
-        d = torch.where(mask.bool(), d, torch.zeros_like(d))
-    ratio: Tensor | float = 1.0 if log_ratio is None else masked_ratio(log_ratio, mask)
+    ratio: Tensor | float = 1.0 if log_ratio is None else finite_ratio(log_ratio)
     match kind:
         case "k1":
             return ratio * d

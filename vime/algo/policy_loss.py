@@ -28,7 +28,6 @@ def clipped_loss(
     eps_clip: float,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
-    mask: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss to minimise for each token, before any aggregation.
 
@@ -42,11 +41,9 @@ def clipped_loss(
         eps_clip: lower clip bound of the ratio as an offset from 1 (0.2 means 0.8).
         eps_clip_high: upper bound as an offset from 1; None takes eps_clip.
         eps_clip_c: the dual-clip bound, above 1; None is off.
-        mask: [T], nonzero where a token counts. Elsewhere the loss is 0 and no gradient flows, whatever the inputs
-            hold, NaN included. None counts every token.
 
-    Returns: loss (differentiable), ratio (1 under mask 0), clipped (the clipped branch is strictly worse, so the token
-        has no gradient), dual_clipped (the dual bound acted).
+    Returns: loss (differentiable), ratio, clipped (the clipped branch is strictly worse, so the token has no gradient),
+        dual_clipped (the dual bound acted).
     Raises: ValueError on a bound that makes no sense.
     Source: PPO, arXiv:1707.06347, eq. 7; separate upper bound, DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729;
         sequence-level ratio, GSPO, arXiv:2507.18071.
@@ -55,9 +52,7 @@ def clipped_loss(
     if eps_clip_c is not None and eps_clip_c <= 1:
         raise ValueError(f"eps_clip_c is {eps_clip_c}; the dual clip needs a bound above 1")
     advantages = advantages.detach()
-    if mask is not None:
-        advantages = torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
-    ratio = masked_ratio(log_ratio, mask)
+    ratio = finite_ratio(log_ratio)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(low, high)
     loss = torch.maximum(plain, bounded)
@@ -79,7 +74,6 @@ def ppo_clip_loss(
     eps_clip: float,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
-    mask: Tensor | None = None,
 ) -> PolicyLoss:
     """`clipped_loss` of each token's own log-ratio, log_probs - old_log_probs, both [T]; none through the latter."""
     return clipped_loss(
@@ -88,15 +82,11 @@ def ppo_clip_loss(
         eps_clip=eps_clip,
         eps_clip_high=eps_clip_high,
         eps_clip_c=eps_clip_c,
-        mask=mask,
     )
 
 
-def masked_ratio(log_ratio: Tensor, mask: Tensor | None) -> Tensor:
-    """exp(log_ratio), finite in float32; 1 and without gradient under mask 0. [T]"""
-    if mask is not None:
-        # Selection before exp: a NaN that reaches a product would come back in the gradient as 0 * NaN.
-        log_ratio = torch.where(mask.bool(), log_ratio, torch.zeros_like(log_ratio))
+def finite_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), finite in float32. [T]"""
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
 
 

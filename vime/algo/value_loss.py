@@ -24,7 +24,6 @@ def value_loss(
     returns: Tensor,
     *,
     clip: float | None = None,
-    mask: Tensor | None = None,
 ) -> ValueLoss:
     """The loss to minimise for each token, before any aggregation.
 
@@ -36,8 +35,6 @@ def value_loss(
         values: [T] float, differentiated.
         old_values, returns: [T] float; no gradient is taken through them.
         clip: how far the value may move, in the reward's unit, above 0; None is off.
-        mask: [T], nonzero where a token counts. Elsewhere the loss is 0 and no gradient flows, whatever the inputs
-            hold, NaN included. None counts every token.
 
     Raises: ValueError if clip is not above 0.
     Source: the PPO implementation of OpenAI baselines (ppo2); arXiv:2005.12729 describes it.
@@ -45,9 +42,6 @@ def value_loss(
     if clip is not None and not clip > 0:
         raise ValueError(f"the value clip is {clip}; it is a distance above 0, or None")
     old_values, returns = old_values.detach(), returns.detach()
-    if mask is not None:
-        on, zero = mask.bool(), torch.zeros_like(values)
-        values, old_values, returns = (torch.where(on, x, zero) for x in (values, old_values, returns))
     plain = (values - returns).square()
     if clip is None:
         never = torch.zeros_like(plain, dtype=torch.bool)

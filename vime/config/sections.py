@@ -146,8 +146,8 @@ class RolloutConfig:
         None, "dotted path of a function (config, rollout_id, groups, metrics); True: no other metrics of evaluation"
     )
     rollout_temperature: float = setting(1.0, "sampling temperature, above 0; log-probs are of the same temperature")
-    rollout_top_p: float = setting(1.0, "nucleus sampling; only 1.0 until the trainer computes over the same support")
-    rollout_top_k: int = setting(-1, "top-k sampling; only -1 until the trainer computes over the same support")
+    rollout_top_p: float = setting(1.0, "nucleus sampling; only 1.0 until engines are asked for the support")
+    rollout_top_k: int = setting(-1, "top-k sampling; only -1 until engines are asked for the support")
     rollout_max_response_len: int = setting(1024, "tokens a response may have")
     rollout_max_context_len: int | None = setting(None, "tokens prompt and response may have together")
     rollout_stop: list[str] = setting([], "strings that end a response")

@@ -156,7 +156,7 @@ def _sampling(config: Config) -> Iterator[str]:
     rollout, eval_ = config.rollout, config.eval
     if not isinstance(kwargs := config.data.apply_chat_template_kwargs, dict):
         yield f"--apply-chat-template-kwargs is {kwargs!r}, but needs a JSON object"
-    why = "the trainer computes log-probs over the whole vocabulary, so a truncated support would bias the ratio"
+    why = "engines do not say which tokens that left to sample from, and over the whole vocabulary ratios are biased"
     if rollout.rollout_top_p != 1.0:
         yield f"--rollout-top-p is {rollout.rollout_top_p}: {why}; use 1.0 (--eval-top-p is free)"
     if rollout.rollout_top_k != -1:
