@@ -222,6 +222,9 @@ class TrainConfig:
     use_dynamic_batch_size: bool = setting(False, "fill micro-batches up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = setting(None, "tokens in one forward pass of one rank")
     log_probs_max_tokens_per_gpu: int | None = setting(None, "the same without gradients; default: as with them")
+    use_routing_replay: bool = setting(
+        False, "experts: the optimizer steps of a rollout replay what the old policy's forward pass chose"
+    )
     log_probs_chunk_size: int | None = setting(
         None, "tokens whose logits are held at a time in log-prob and entropy; default: as many as take 512 MiB"
     )

@@ -32,6 +32,7 @@ from vime.config.validate_optimizer import check_optimizer
 from vime.config.validate_overlap import check_overlap
 from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.config.validate_reward import check_reward
+from vime.config.validate_routing import check_routing_replay
 from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
 
@@ -79,6 +80,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_critic(config),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_recompute(config, facts.shape, stage_layers(config, facts.shape)),
+        check_routing_replay(config, facts.shape),
         check_lengths(config, facts.max_position_embeddings),
         check_prompts(config, reads_files=facts.reads_prompt_files),
     )

@@ -93,6 +93,8 @@ train/train_rollout_k3_kl | nats | estimate of KL(engine, trainer) on the tokens
 train/train_rollout_ratio | 1 | that r, averaged alike; 1 in expectation, whatever the two are, so another mean says that large ratios are rare and missed
 train/train_rollout_ess | ratio | effective sample size of importance sampling by tokens, as a share of them: (sum r)^2 / (n sum r^2)
 train/train_rollout_sequence_ess | ratio | the same by whole samples, with the product of their tokens' r: the share of the batch that is left to who corrects whole sequences
+train/routing_replay_differs | ratio | tokens whose experts, as the engine chose them, are not all those that the trainer's own router would choose where it stands: the layers before have replayed the engine's, too. Mean over the layers with experts; prompt and response tokens that were replayed, in the first pass over the rollout
+train/routing_replay_differs/layer_<i> | ratio | the same of one decoder layer, counted from 0
 train/grad_norm | 1 | norm of the gradient before clipping
 train/critic-value_loss | loss | loss of the critic that was minimised: clipped squared error (trajectory mean) times --value-loss-coef
 train/critic-value_clipfrac | ratio | tokens whose clipped error was the larger one, so that they had no gradient (trajectory mean)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tests.trainer.conftest import SMALL, make_batch_of
+from tests.trainer.megatron.routed_experts import random_experts, some_known
 from vime.config.parallel import parallel_sizes
 from vime.support import SamplingSupport
 from vime.types import TrainBatch
@@ -131,6 +132,8 @@ class Case:
     model: str = "qwen3"
     option: str = ""
     loss: str = "rl"
+    replay: str = ""
+    """Of experts. "engine": routed ones come with the batches, for some tokens; "own": --use-routing-replay."""
     loads: str = ""
     """Goes on from the checkpoint of the case of this name, which lies above it, after its first rollout."""
     saves: bool = False
@@ -141,7 +144,8 @@ class Case:
 
     def __str__(self) -> str:
         loss = "" if self.loss == "rl" else self.loss
-        return " ".join(filter(None, (self.layout, self.model, self.option, loss, self.loads and f"from {self.loads}")))
+        more = (self.replay and f"replay {self.replay}", self.loads and f"from {self.loads}")
+        return " ".join(filter(None, (self.layout, self.model, self.option, loss, *more)))
 
     @property
     def megatron(self) -> dict[str, object]:
@@ -158,7 +162,7 @@ class Case:
     @property
     def reference(self) -> "Case":
         """What one process computes, to compare with."""
-        return Case("one process", self.model, loss="rl" if self.loss == "own" else self.loss)
+        return Case("one process", self.model, loss="rl" if self.loss == "own" else self.loss, replay=self.replay)
 
 
 # What `make test` runs.
@@ -178,6 +182,9 @@ SMOKE = [
     Case("TP2+SP", loss="over a support"),
     Case("TP2+SP", loss="ppo", saves=True),
     Case("TP2+SP", loss="moving reference", saves=True),
+    Case("TP2+SP EP2 ETP1", "glm", "recompute full", replay="engine"),
+    Case("PP2 VP2", "glm deep", "recompute experts", replay="engine"),
+    Case("CP2 EP2", "moe", replay="engine"),
     # Saved after the first rollout by one layout, gone on with by the same and by another.
     Case("TP2+SP", loads="TP2+SP qwen3"),
     Case("PP2", loads="PP2 qwen3"),
@@ -227,6 +234,23 @@ MATRIX = [
     Case("TP2+SP EP2 ETP1", "glm"),
     Case("DP2 EP2", "glm groups"),
     Case("TP2+SP", "glm groups"),
+    # Routing replay
+    Case("DP2", "moe", replay="engine"),
+    Case("DP2 EP2", "moe", "recompute full", replay="engine"),
+    Case("TP2+SP", "moe", "recompute experts", replay="engine"),
+    Case("PP2", "moe", "recompute experts", replay="engine"),
+    Case("PP2", "glm", replay="engine"),  # one stage has no experts
+    Case("PP2 VP2", "moe deep", "recompute full", replay="engine"),
+    Case("CP2", "glm", "recompute experts", replay="engine"),
+    Case("DP2 EP2", "glm groups", replay="engine"),
+    Case("TP2+SP", "glm groups", "recompute inside experts", replay="engine"),
+    Case("TP2+SP EP2 ETP1", "glm", "shared experts overlap", replay="engine"),
+    Case("DP2 EP2", "moe", loss="ppo", replay="engine"),
+    Case("CP2 EP2", "glm", loss="sequences", replay="engine"),
+    Case("DP2 EP2", "moe", replay="own"),
+    Case("TP2+SP EP2 ETP1", "glm", "recompute full", replay="own"),
+    Case("PP2 VP2", "glm deep", "recompute experts", replay="own"),
+    Case("CP2 EP2", "moe", replay="own"),
     # Losses
     Case("TP2+SP", "llama tied", loss="sft"),
     Case("PP2", "llama tied", loss="sft"),
@@ -391,6 +415,10 @@ MATRIX = [
     Case("TP2+SP PP2 EP2 ETP1", "glm"),
     Case("DP2 PP2 VP2 EP2", "glm deep"),
     Case("DP2 PP2 EP2", "glm", "recompute full"),
+    Case("TP2+SP CP2 EP2 ETP1", "glm", replay="engine"),
+    Case("TP2+SP PP2 EP2 ETP1", "moe", "recompute full", replay="engine"),
+    Case("DP2 PP2 VP2 EP2", "glm deep", "recompute experts", replay="engine"),
+    Case("DP2 CP2 EP2", "moe", replay="own"),
 ]
 
 CUDA_ONLY = [  # gloo cannot gather parts of different lengths
@@ -419,6 +447,16 @@ def with_batches(case: Case, world_size: int) -> Case:
             batch.loss_mask[batch.cu_seqlens[1::2] - 2] = 0
         batch.advantages[:] += 1  # a loss that is not what two larger numbers leave of each other
         batch.rewards[:] = batch.advantages  # what a critic learns of
+    if case.replay == "engine":
+        sizes = {
+            "layers": MODELS[case.model].get("layers", 2),
+            "experts": 8,
+            "top_k": 4 if "groups" in case.model else 2,
+        }
+        batches = [
+            replace(b, routed_experts=random_experts(b, **sizes, known=some_known(b), seed=k))
+            for k, b in enumerate(batches)
+        ]
     return replace(case, batches=tuple(batches))
 
 

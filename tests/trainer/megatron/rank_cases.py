@@ -65,7 +65,7 @@ def run(case, rank, world_size, folder, platform):
         else CriticConfig(),
         rollout=RolloutConfig(rollout_temperature=0.8),
         sync=SyncConfig(update_weight_buffer_size=20_000),
-        train=TrainConfig(lr_decay_style="cosine", lr_decay_iters=10),
+        train=TrainConfig(lr_decay_style="cosine", lr_decay_iters=10, use_routing_replay=case.replay == "own"),
         megatron={"lr": 1e-2, "adam_eps": 1e-2, **case.megatron},
     )
     writer = KeepingWriter() if rank == 0 else None

@@ -51,7 +51,8 @@ def rows_of(cases, outcomes, folder, *, platform="cpu"):
     """(table row, problems) of each expected case, whatever became of it."""
     for case in cases:
         found, reference = outcomes.get(str(case)), outcomes.get(str(case.reference))
-        row = [str(case.world_size), case.layout, case.model, case.option or (case.loads and f"from {case.loads}")]
+        extra = (case.option, case.replay and f"replay {case.replay}", case.loads and f"from {case.loads}")
+        row = [str(case.world_size), case.layout, case.model, " ".join(filter(None, extra))]
         missing = [
             f"{what}: {outcome.failure if outcome else 'was not run'}"
             for what, outcome in (("ranks", found), ("one process", reference))

@@ -10,6 +10,8 @@ from tests.trainer.megatron.rank_processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CASES = [Case("DP1", m, o) for m in ("qwen3", "llama", "qwen2", "moe", "glm", "glm groups") for o in ("", "bf16")]
+CASES += [Case("DP1", "moe", replay="engine"), Case("DP1", "glm", "recompute experts", replay="engine")]
+CASES += [Case("DP1", "glm groups", "recompute full", replay="engine"), Case("DP1", "moe", replay="own")]
 
 
 def outcomes_of(folder, platform, cases):

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from vime.trainer.megatron.token_dispatch import ExpertLayer
+from vime.trainer.megatron.routed_layers import RoutedMoELayer
 
 # Public since torch 2.10.
 _GROUPED_MM: Callable[..., Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
@@ -49,7 +49,7 @@ def moe_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
     return ModuleSpec(
-        module=ExpertLayer,
+        module=RoutedMoELayer,
         submodules=MoESubmodules(router=TopKRouter, experts=StackedExperts, shared_experts=shared),
     )
 

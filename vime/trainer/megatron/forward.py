@@ -23,6 +23,7 @@ from vime.models.flops import sample_flops
 from vime.support import SamplingSupport
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.packing import Layout, MicroBatch, pack
+from vime.trainer.megatron.routing_replay import RoutingPass
 from vime.types import StepPlan, TrainBatch
 
 # Megatron's schedules want a loss, and a token count to divide gradients by; ours are not divided.
@@ -43,6 +44,7 @@ def shared_log_probs(
     temperature: float,
     support: SamplingSupport | None = None,
     counts: bool = True,
+    routing: RoutingPass | None = None,
 ) -> npt.NDArray[np.float32]:
     """[T] log-probs on every rank, of what each computed of its own micro-batches; NaN where not wanted. Collective.
 
@@ -51,12 +53,21 @@ def shared_log_probs(
         tokens, cu_seqlens: of the whole batch, equal on all ranks.
         micro_batches: this data-parallel rank's; sample numbers.
         wanted: [T] True where a log-prob is wanted.
-        layout, temperature, support: as `pack` takes them.
+        layout, temperature, support, routing: as `pack` takes them.
         counts: False on all but one data-parallel rank where all have the same micro-batches.
     """
     micro_batches = filled_up(micro_batches, layout.group)
     packed = (
-        pack(tokens, cu_seqlens, samples, wanted, layout=layout, temperature=temperature, support=support)
+        pack(
+            tokens,
+            cu_seqlens,
+            samples,
+            wanted,
+            layout=layout,
+            temperature=temperature,
+            support=support,
+            routing=routing,
+        )
         for samples in micro_batches
     )
     log_probs, places = forward_log_probs(chunks, packed, len(micro_batches))

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from vime.trainer.megatron.experts import is_moe_layer, moe_spec
 from vime.trainer.megatron.packing import Packed
+from vime.trainer.megatron.routed_layers import RoutedLayer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -288,14 +289,15 @@ def layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
+    has_experts = is_moe_layer(config, layer)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RoutedLayer if has_experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=moe_spec(config) if is_moe_layer(config, layer) else dense,
+            mlp=moe_spec(config) if has_experts else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )

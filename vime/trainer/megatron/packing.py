@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vime.support import SamplingSupport
 from vime.trainer.megatron.context_parallel import Split, gathered_places, local_positions, split_blocks, split_packed
+from vime.trainer.megatron.routing_replay import MicroRouting, RoutingPass
 from vime.trainer.megatron.support import MicroSupport
 
 # A bucket's sequences are padded to its longest; a new bucket starts where padding would exceed this share. More
@@ -58,6 +59,8 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     temperature: float = 1.0
     support: MicroSupport | None = None
     """[P] what the wanted tokens were sampled from; None: from the whole vocabulary."""
+    routing: MicroRouting | None = None
+    """What routers are told to choose; None: they are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def pack(
     layout: Layout,
     temperature: float,
     support: SamplingSupport | None = None,
+    routing: RoutingPass | None = None,
 ) -> MicroBatch:
     """Lay the samples end to end.
 
@@ -119,9 +123,10 @@ def pack(
         layout: what the model needs of a micro-batch.
         temperature: the log-probs' temperature.
         support: [all tokens] what each was sampled from; None: from the whole vocabulary.
+        routing: what routers of experts are told to choose, and where to note what they chose; None: they are free.
     """
     if not samples:
-        support = None
+        support, routing = None, None
         tokens, cu_seqlens, samples, wanted_mask = tokens[:1], np.array([0, 1]), [0], np.zeros(1, dtype=np.bool_)
     device, cp_size = layout.inv_freq.device, layout.cp_size
     starts, ends = cu_seqlens[list(samples)], cu_seqlens[[i + 1 for i in samples]]
@@ -154,6 +159,8 @@ def pack(
         temperature=temperature,
         support=None if support is None else MicroSupport.of(support, wanted, device),
     )
+    if routing is not None:
+        packed.routing = routing.micro_batch(tuple(samples), np.repeat(numbers, local), positions, left > 0)
     _lay_out_attention(packed, lengths, layout)
     return MicroBatch(
         input_ids=torch.from_numpy(ids.astype(np.int64)).to(device)[None],

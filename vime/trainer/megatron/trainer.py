@@ -47,6 +47,8 @@ from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.critic import Critic
 from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.other_policies import OtherPolicies
+from vime.trainer.megatron.routed_layers import routers_of
+from vime.trainer.megatron.routing_replay import Bools, RolloutRouting, RoutingPass
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
@@ -124,6 +126,8 @@ class MegatronTrainer:
         self._homes = shards.homes(chunks, self._names, self._model)
         for chunk in chunks:
             chunk.entropy_grad = self._config.algo.entropy_coef != 0 or self._hooks.loss is not None
+        self._routers = routers_of(chunks, self._settings)
+        self._routing = partial(RolloutRouting, self._routers, records=train.use_routing_replay)
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
         self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
         self._layout = layout_of(self._model, self._settings, device_type=self._platform.device_type)
@@ -145,14 +149,14 @@ class MegatronTrainer:
         """[T] log-probs of each token at the sampling temperature; NaN at each first token."""
         wanted = np.ones(len(batch.tokens), dtype=np.bool_)
         wanted[batch.cu_seqlens[:-1]] = False
-        return self._batch_log_probs(batch, wanted)
+        return self._batch_log_probs(batch, wanted, routing=self._routing(batch).old_policy())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
         return forward.score(self._forward, sequences, layout=self._layout)
 
     def _batch_log_probs(
-        self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], store_prefix: str = ""
+        self, batch: TrainBatch, wanted: Bools, store_prefix: str = "", *, routing: RoutingPass | None = None
     ) -> npt.NDArray[np.float32]:
         """[T] on every rank, each computing its own micro-batches; NaN where not wanted."""
         self._hooks.before_log_probs(self._forward, store_prefix)
@@ -167,6 +171,7 @@ class MegatronTrainer:
             layout=self._layout,
             temperature=self._config.rollout.rollout_temperature,
             support=batch.support,
+            routing=routing,
         )
 
     def values(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
@@ -197,16 +202,15 @@ class MegatronTrainer:
         metrics: Metrics = {}
         timed = partial(speed.timed, metrics, self._spans)
         forward.check_tokens(batch, self._model)
-        mask = batch.loss_mask.astype(np.bool_)
-        policy_loss = self._config.algo.loss_type != "sft_loss"
+        algo, mask = self._config.algo, batch.loss_mask.astype(np.bool_)
+        policy_loss = algo.loss_type != "sft_loss"
         trains_policy = self._ppo is None or self._ppo.trains_policy(batch)
-        old = reference = None
-        in_reward = policy_loss and self._config.algo.kl_coef != 0
-        algo = self._config.algo
+        old, reference, routing = None, None, self._routing(batch)
+        in_reward = policy_loss and algo.kl_coef != 0
         reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy or algo.removes_tokens
         if policy_loss and (len(batch.steps) > 1 or reads_old):
             with timed("log_probs"):
-                old = self._batch_log_probs(batch, mask)
+                old = self._batch_log_probs(batch, mask, routing=routing.old_policy())
         if self._others.reference is not None:
             with timed("ref_log_probs"), self._others.reference.in_place():
                 reference = self._batch_log_probs(batch, mask, "ref_")
@@ -216,7 +220,7 @@ class MegatronTrainer:
             metrics |= of_values
         elif in_reward:
             assert old is not None and reference is not None, "--kl-coef needs both"
-            batch, metrics_of_kl = kl_in_reward.with_advantages(batch, old, reference, self._config.algo)
+            batch, metrics_of_kl = kl_in_reward.with_advantages(batch, old, reference, algo)
             metrics |= metrics_of_kl | advantage_metrics(batch)
         batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
         metrics |= own
@@ -231,12 +235,12 @@ class MegatronTrainer:
                 learnt, of_correction = correction.without_rejected(batch, old, self._config)
                 metrics |= of_correction
             with timed("actor_train"):
-                results = [self._train_step(learnt, k, columns) for k in range(len(batch.steps))]
+                results = [self._train_step(learnt, k, columns, routing) for k in range(len(batch.steps))]
                 self._policy.finish_param_gather()
             if old is None and policy_loss:
                 old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
             metrics = train_step.result_metrics(results) | metrics
-        metrics |= self._others.trained(batch.rollout_id)
+        metrics |= self._others.trained(batch.rollout_id) | routing.metrics()
         if old is not None and policy_loss:
             metrics |= agreement_metrics(batch, mask, old, reference)
         metrics["train/step"] = float(self._step)
@@ -251,14 +255,17 @@ class MegatronTrainer:
         """What this rank was busy with since the last call; for the trace."""
         return self._spans.take()
 
-    def _train_step(self, batch: TrainBatch, k: int, columns: micro_loss.Columns) -> train_step.StepResult:
+    def _train_step(
+        self, batch: TrainBatch, k: int, columns: micro_loss.Columns, routing: RolloutRouting
+    ) -> train_step.StepResult:
         if self._hooks.before_step is not None:
             self._policy.finish_param_gather()
         self._hooks.before_train_step(batch.rollout_id, k, self._policy)
         plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
         mask, temperature = batch.loss_mask.astype(np.bool_), self._config.rollout.rollout_temperature
         pack = partial(packing.pack, layout=self._layout, temperature=temperature, support=batch.support)
-        micro_batches = (pack(batch.tokens, batch.cu_seqlens, samples, mask) for samples in plan)
+        told = routing.training()
+        micro_batches = (pack(batch.tokens, batch.cu_seqlens, samples, mask, routing=told) for samples in plan)
         with self._spans.span(f"optimizer step {self._step}", micro_batches=len(plan)):
             result = train_step.train_step(
                 self._policy,
