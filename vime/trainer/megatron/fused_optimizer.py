@@ -65,7 +65,8 @@ def l2_norm(chunk_size: int, noop: Tensor, tensor_lists: Sequence[Sequence[Tenso
 def scale(chunk_size: int, noop: Tensor, tensor_lists: Sequence[Sequence[Tensor]], factor: float) -> None:
     """Each source times the factor into its destination, as apex's kernel of this name does."""
     sources, destinations = (list(tensors) for tensors in tensor_lists)
-    torch._foreach_copy_(destinations, sources)  # Megatron gives the same tensors twice: then there is nothing to copy
+    if any(a is not b for a, b in zip(sources, destinations, strict=True)):  # Megatron gives the same ones twice
+        torch._foreach_copy_(destinations, sources)
     torch._foreach_mul_(destinations, factor)
 
 
