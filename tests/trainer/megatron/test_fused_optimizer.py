@@ -6,7 +6,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from vime.platform import get_platform
-from vime.trainer.megatron import fused_optimizer
+from vime.trainer.megatron import cpu_shims, fused_optimizer
 from vime.trainer.megatron.model import single_optimizers
 
 LENGTHS = [9, 4, 17, 6]
@@ -15,6 +15,12 @@ LENGTHS = [9, 4, 17, 6]
 def tensors(seed):
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=g) for shape in ((3, 5), (7,), (1,), (0,), (64, 33))]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_without_cuda():
+    if not torch.cuda.is_available():
+        cpu_shims.install()
 
 
 def test_norm_and_product_are_those_of_megatrons_loops():
