@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from vime.config import ClusterConfig
@@ -28,3 +32,23 @@ def test_a_long_tmpdir_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)),
     ):
         pass
+
+
+@pytest.mark.ranks
+def test_workers_have_the_priority_of_the_driver() -> None:
+    program = """
+import os
+from vime.config import ClusterConfig
+from vime.orchestration import ray_environment
+ray_environment.prepare(ClusterConfig())
+import ray
+from vime.orchestration.cluster import ray_cluster
+from vime.orchestration.placement import Layout
+with ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
+    print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote()))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_worker_niceness"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert f"niceness {os.nice(0)}" in done.stdout, done.stdout + done.stderr

@@ -30,5 +30,7 @@ def prepare(cluster: ClusterConfig) -> None:
     # Trainers and engines share devices in fractions on purpose; Ray would hide the devices of actors that claim none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if cluster.ray_address is None:
+        # Trainers and engines are the work itself; Ray's default of 15 leaves them a thirtieth of a busy core.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
