@@ -101,3 +101,7 @@ def test_a_sample_takes_no_rows_but_small_whole_numbers() -> None:
         Sample(tokens=(1, 2, 3)).append_response([4], [-1.0], routed_experts=rows(0, 3, dtype=np.int64))
     with pytest.raises(ValueError, match="2 rows for 2 tokens"):
         Sample(tokens=(1, 2), routed_experts=np.zeros((2, 1, 2), np.uint8))
+
+
+def test_samples_with_rows_can_be_compared() -> None:
+    assert sampled() == sampled() and sampled() in [Sample(tokens=(1,)), sampled()]

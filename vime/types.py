@@ -84,7 +84,7 @@ class Sample:
     supervised: bool = False
     """The response is a given answer to imitate (SFT): its trainable tokens were not sampled, so a policy loss is an
     error on this sample."""
-    routed_experts: npt.NDArray[Any] | None = None
+    routed_experts: npt.NDArray[Any] | None = field(default=None, compare=False)  # arrays are neither equal nor not
     """[n, layers, top_k] uint8 or uint16: the experts that the engine used for each of the first n tokens, when it
     first reported them; read-only. None: of no token are they known."""
     weight_versions: tuple[VersionSpan, ...] = ()

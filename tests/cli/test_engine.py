@@ -28,6 +28,15 @@ def test_a_port_in_use_and_an_address_of_everybody_are_named(tmp_path: Path) -> 
         run([*words, "--host", "0.0.0.0"])
 
 
+def test_routed_experts_are_asked_of_a_mixture_on_settings_that_return_them(tiny_qwen3: Path, tmp_path: Path) -> None:
+    words = ["--hf-checkpoint", str(tiny_qwen3), "--key-file", str(tmp_path / "key"), "--platform", "cpu"]
+    with pytest.raises(ConfigError) as caught:
+        run([*words, "--use-rollout-routing-replay", "--no-vllm-enable-prefix-caching"])
+    has_none, needs_cache = caught.value.problems
+    assert f"the checkpoint {tiny_qwen3} has none" in has_none
+    assert needs_cache.startswith("--no-vllm-enable-prefix-caching")
+
+
 def test_a_key_is_made_once_and_kept_private(tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = _key(path)

@@ -37,6 +37,33 @@ def test_three_steps_in_bf16_agree_with_the_engine(
         assert row["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_three_steps_replay_what_the_engine_routed(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, kind: str
+) -> None:
+    model = save_tiny_model(tmp_path / "model", kind, dtype="bfloat16")
+    diffs = {}
+    for replays in (True, False):
+        run = tmp_path / f"run_{replays}"
+        output = run_train(
+            *grpo_flags,
+            *("--hf-checkpoint", str(model), "--run-dir", str(run), "--num-rollout", "3", "--rollout-batch-size", "4"),
+            *("--skip-eval-before-train", "--platform", "cuda", "--bf16", "--colocate", "--vllm-enforce-eager"),
+            *("--vllm-gpu-memory-utilization", "0.2", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
+            *(("--use-rollout-routing-replay",) if replays else ()),
+        )
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [row for row in rows if row["step"] >= 0]
+        assert [row["train/policy_version"] for row in rows] == [1, 2, 3]
+        diffs[replays] = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
+        for row in rows:
+            assert row.get("train/routing_replay_missing") == (0 if replays else None), output
+            assert ("train/routing_replay_differs" in row) == replays
+            assert row["train/grad_norm"] > 0
+    print({kind: diffs})
+    assert all(0 < diff < 0.03 for diff in diffs[True]), "the engine's experts, all but the rounding of bf16"
+
+
 def test_policy_critic_and_engine_take_turns(
     run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
 ) -> None:

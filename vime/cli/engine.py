@@ -26,13 +26,15 @@ _READ = (
     "rollout.rollout_max_context_len",
     "log.engine_start_timeout_s",
     "megatron.bf16",
+    "train.use_rollout_routing_replay",
 )
 
 _DESCRIPTION = """\
 Serve a checkpoint for runs that name this engine by --rollout-external-engine-addrs. It opens the doors that a run's
 own engines have, behind the key in --key-file, and goes on serving when a run ends. Settings of a run that it reads:
 --hf-checkpoint, --platform, --bf16, --rollout-num-gpus-per-engine (the first so many visible devices), --rollout-seed,
---rollout-max-context-len, --engine-start-timeout-s and --vllm-*; give the trainer the same ones."""
+--rollout-max-context-len, --use-rollout-routing-replay, --engine-start-timeout-s and --vllm-*; give the trainer the
+same ones."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -53,7 +55,10 @@ def run(argv: Sequence[str]) -> int:
     key = _key(Path(own.key_file))
 
     from vime.config.hf import local_checkpoint
+    from vime.config.validate_routing import check_rollout_routing_replay
     from vime.engine.vllm.server import EngineServer
+    from vime.engine.vllm.versions import adapter_for
+    from vime.models import family_of
     from vime.orchestration.engine_settings import engine_arguments
     from vime.platform import get_platform
 
@@ -61,10 +66,20 @@ def run(argv: Sequence[str]) -> int:
     if missing := platform.missing():
         raise ConfigError(missing)
     folder = local_checkpoint(config.checkpoint.hf_checkpoint)
+    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    routed_experts = config.train.use_rollout_routing_replay
+    shape = family_of(hf_config).settings(hf_config).transformer
+    if problems := list(
+        check_rollout_routing_replay(config, shape, adapter_for().routed_experts_problem(platform.device_type))
+    ):
+        raise ConfigError(problems)
     server = EngineServer(
         str(folder),
-        arguments=engine_arguments(config, platform, json.loads((folder / "config.json").read_text(encoding="utf-8"))),
-        environment=platform.engine_environment(config.cluster.rollout_num_gpus_per_engine),
+        arguments=engine_arguments(config, platform, hf_config),
+        environment=platform.engine_environment(
+            config.cluster.rollout_num_gpus_per_engine, routed_experts=routed_experts
+        ),
+        routed_experts=routed_experts,
         key=key,
         log_path=Path(own.log_file).resolve(),
         host=own.host,

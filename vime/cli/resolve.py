@@ -15,7 +15,7 @@ from vime.cli.vime_flags import section_classes
 from vime.config import Config, estimators
 from vime.config.dtype import training_dtype_problem
 from vime.config.hf import local_checkpoint, read_model_config
-from vime.config.modes import trains
+from vime.config.modes import engines_return_experts, trains
 from vime.config.validate import Facts, validate
 from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
@@ -167,10 +167,23 @@ def _facts(
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
         shape_claims=claims,
         metric_problem=name_problem,
+        routed_experts_problem=_routed_experts_problem(config, platform),
         megatron_limits={
             name: limit for name, limit in limits(config.megatron, has_experts=has_experts).items() if name not in shape
         },
     )
+
+
+def _routed_experts_problem(config: Config, platform: Platform | None) -> str | None:
+    """Why engines cannot return routed experts here; not looked into where nobody wants them."""
+    from vime.engine.vllm.versions import adapter_for
+
+    if platform is None or not engines_return_experts(config):
+        return None
+    try:
+        return adapter_for().routed_experts_problem(platform.device_type)
+    except ModuleNotFoundError:  # settings may be looked at where no engine will run; a run says what is not installed
+        return None
 
 
 def _fill(config: Config, platform: Platform | None, model: Mapping[str, Any], origin: dict[str, str]) -> Config:

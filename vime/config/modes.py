@@ -42,6 +42,11 @@ def generates(config: Config) -> bool:
     return (config.algo.loss_type != "sft_loss" or evaluates_only(config)) and not replays(config)
 
 
+def engines_return_experts(config: Config) -> bool:
+    """Whether engines are to say which experts they routed tokens to."""
+    return config.train.use_rollout_routing_replay and generates(config) and not evaluates_only(config)
+
+
 def learns_answers(config: Config) -> bool:
     """Whether the rows' answers are what is learnt, by vime's own rollout function of supervised training."""
     return config.rollout.rollout_function_path == SFT_ROLLOUT

@@ -228,6 +228,9 @@ class TrainConfig:
     log_probs_chunk_size: int | None = setting(
         None, "tokens whose logits are held at a time in log-prob and entropy; default: as many as take 512 MiB"
     )
+    use_rollout_routing_replay: bool = setting(
+        False, "experts: the trainer uses those that the engines routed each token to (R3, docs/routing_replay.md)"
+    )
     lr_decay_style: str = setting(
         "constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )

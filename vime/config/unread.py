@@ -253,6 +253,7 @@ _RULES: tuple[Rule, ...] = (
         lambda c: evaluates_only(c) or not (trains(c) and generates(c)),
         "no weights go from a trainer to engines, rollout by rollout",
     ),
+    (("train.use_rollout_routing_replay",), evaluates_only, "--num-rollout 0 trains nothing"),
     (("sync.weight_probe_tolerance",), lambda c: c.sync.weight_probe_interval == 0, "set --weight-probe-interval"),
     (
         ("cluster.num_cpus",),

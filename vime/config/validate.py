@@ -32,7 +32,7 @@ from vime.config.validate_optimizer import check_optimizer
 from vime.config.validate_overlap import check_overlap
 from vime.config.validate_recompute import check_recompute, stage_layers
 from vime.config.validate_reward import check_reward
-from vime.config.validate_routing import check_routing_replay
+from vime.config.validate_routing import check_rollout_routing_replay, check_routing_replay
 from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
 
@@ -67,6 +67,8 @@ class Facts:
     """Whether files of prompts are here to be looked at."""
     overlapped: bool = False
     """Whether rollouts are generated while the trainer trains."""
+    routed_experts_problem: str | None = None
+    """Why engines on this platform cannot say which experts they routed tokens to."""
     metric_problem: Callable[[str], str | None] = lambda name: None
     """What is wrong with the name of a metric; None for one that is defined."""
 
@@ -98,6 +100,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_sharing(config, platform=facts.platform, turns_problem=facts.turns_problem),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims),
+        check_rollout_routing_replay(config, facts.shape, facts.routed_experts_problem),
         check_paths(config),
         check_debug(config, facts.platform),
         check_evaluation(config),

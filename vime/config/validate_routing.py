@@ -1,4 +1,4 @@
-"""Cross-checks of routing replay."""
+"""Cross-checks of routing replay: of the policy's own choice of experts, and of the engines'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vime.config import Config
+from vime.config.modes import engines_return_experts
+
+_FLAG = "--use-rollout-routing-replay"
+# Settings of vLLM at which neither release returns routed experts, with the most they may be.
+_AT_MOST_ONE = {
+    "pipeline_parallel_size": "stages of an engine",
+    "decode_context_parallel_size": "context-parallel ranks of an engine",
+    "prefill_context_parallel_size": "context-parallel ranks of an engine",
+}
 
 
 def check_routing_replay(config: Config, shape: Mapping[str, Any]) -> Iterator[str]:
@@ -41,3 +50,44 @@ def _steps(config: Config) -> int:
     if train.num_steps_per_rollout is not None:
         return train.num_steps_per_rollout
     return samples // train.global_batch_size if train.global_batch_size else 1
+
+
+def check_rollout_routing_replay(config: Config, shape: Mapping[str, Any], engine_problem: str | None) -> Iterator[str]:
+    """What is wrong with replaying the engines' experts.
+
+    Args:
+        shape: the checkpoint's architecture in Megatron's names; empty when it could not be read.
+        engine_problem: why the engines of this machine cannot return routed experts, whatever the settings.
+    """
+    if not config.train.use_rollout_routing_replay:
+        return
+    if shape and not shape.get("num_moe_experts"):
+        yield f"{_FLAG} replays experts, but the checkpoint {config.checkpoint.hf_checkpoint} has none; drop it"
+    if config.algo.loss_type == "sft_loss":
+        yield f"{_FLAG} replays what engines routed, but --loss-type sft_loss asks no engine; drop it"
+    if not engines_return_experts(config) or config.cluster.rollout_external_engine_addrs:
+        return
+    if engine_problem is not None:
+        yield f"{_FLAG} needs engines that return routed experts: {engine_problem}"
+    yield from _engine_settings(config.vllm)
+
+
+def _engine_settings(vllm: Mapping[str, Any]) -> Iterator[str]:
+    for name, what in _AT_MOST_ONE.items():
+        if (value := vllm.get(name) or 1) > 1:
+            yield (
+                f"--vllm-{name.replace('_', '-')} is {value}, but vLLM returns routed experts only without {what}; "
+                f"use 1 (more devices: --rollout-num-gpus-per-engine), or drop {_FLAG}"
+            )
+    if vllm.get("enable_prefix_caching") is False:
+        yield f"--no-vllm-enable-prefix-caching: vLLM keeps routed experts with that cache; leave it on with {_FLAG}"
+    if vllm.get("kv_transfer_config") is not None:
+        yield (
+            "--vllm-kv-transfer-config moves the cache between engines, and routed experts do not travel with it; drop "
+            f"it, or {_FLAG}"
+        )
+    if (vllm.get("speculative_config") or {}).get("enable_adaptive_verification"):
+        yield (
+            "--vllm-speculative-config has enable_adaptive_verification, with which vLLM returns no routed experts; "
+            f"leave it out, or drop {_FLAG}"
+        )

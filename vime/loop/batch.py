@@ -12,7 +12,7 @@ from vime.config.parallel import ParallelSizes
 from vime.data.packing import plan_steps, step_ids
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
-from vime.loop.columns import sample_columns, sample_name
+from vime.loop.columns import routed_columns, routing_metrics, sample_columns, sample_name
 from vime.loop.learning_signal import learning_signal, loss_weights
 from vime.loop.staleness import are_older, version_after
 from vime.models import ModelSettings
@@ -93,6 +93,10 @@ def make_train_batch(
             samples, columns, cu_seqlens, algo, hooks=hooks, max_response_len=max_response_len
         )
         extra |= more
+    routed = None
+    if train.use_rollout_routing_replay:
+        routed = routed_columns(samples, columns["tokens"], lengths)
+        metrics |= routing_metrics(routed, lengths)
     ids = step_ids(steps, len(lengths))
     weights, more = loss_weights(mask, cu_seqlens, trajectory_ids, ids, algo, global_batch_size)
     extra |= more
@@ -115,6 +119,7 @@ def make_train_batch(
         truncated=columns["truncated"],
         extra=extra,
         is_older=is_policy and are_older(samples, version_after(rollout_id - 1)),
+        routed_experts=routed,
     )
     metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
     return batch, metrics

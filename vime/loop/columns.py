@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vime.config.hooks import UserFunction
 from vime.config.ranges import MAX_REWARD
 from vime.errors import DataError
-from vime.types import Sample, SampleStatus
+from vime.types import Metrics, RoutedExperts, Sample, SampleStatus
 
 PER_SAMPLE: Mapping[str, type[np.generic]] = {
     "lengths": np.int64,
@@ -118,6 +118,39 @@ def _token_columns(
     mask[np.repeat(removed, lengths)] = 0
     log_probs[mask == 0] = np.nan
     return tokens, mask, log_probs
+
+
+def routed_columns(
+    samples: Sequence[Sample], tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]
+) -> RoutedExperts | None:
+    """The experts that engines used for the samples' tokens, a prefix of each; None if they are known of none.
+
+    Args: tokens, lengths: [T] and [B] of the batch, which must be those of the samples.
+    Raises: DataError if they are not, so that rows would be of other tokens, or if samples' rows differ in shape.
+    """
+    own = np.fromiter(chain.from_iterable(s.tokens for s in samples), np.int32)
+    if not np.array_equal([len(s.tokens) for s in samples], lengths) or not np.array_equal(own, tokens):
+        raise DataError(
+            "--custom-convert-samples-to-train-data-path made other tokens than the samples have, whose experts "
+            "--use-rollout-routing-replay replays; leave the tokens as they are, or drop one of the two"
+        )
+    rows = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not rows:
+        return None
+    if len(kinds := {(r.dtype.str, *r.shape[1:]) for r in rows}) > 1:
+        raise DataError(f"samples have routed experts of several kinds (type, layers, top_k): {sorted(kinds)}")
+    known = np.fromiter((s.num_routed for s in samples), np.int64, len(samples))
+    return RoutedExperts(np.concatenate(rows), known)
+
+
+def routing_metrics(routed: RoutedExperts | None, lengths: npt.NDArray[np.int64]) -> Metrics:
+    """How many of the tokens that matter (of each sample all but the last) have no row and are routed freely."""
+    needed = int((lengths - 1).sum())
+    missing = needed - (0 if routed is None else int(np.minimum(routed.known, lengths - 1).sum()))
+    return {
+        "train/routing_replay_missing": float(missing),
+        "train/routing_replay_missing_share": missing / max(needed, 1),
+    }
 
 
 def _scalar_reward(s: Sample, key: str | None, *, required: bool) -> float:

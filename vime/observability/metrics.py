@@ -95,6 +95,8 @@ train/train_rollout_ess | ratio | effective sample size of importance sampling b
 train/train_rollout_sequence_ess | ratio | the same by whole samples, with the product of their tokens' r: the share of the batch that is left to who corrects whole sequences
 train/routing_replay_differs | ratio | tokens whose experts, as the engine chose them, are not all those that the trainer's own router would choose where it stands: the layers before have replayed the engine's, too. Mean over the layers with experts; prompt and response tokens that were replayed, in the first pass over the rollout
 train/routing_replay_differs/layer_<i> | ratio | the same of one decoder layer, counted from 0
+train/routing_replay_missing | tokens | with --use-rollout-routing-replay: prompt and response tokens, of each sample all but the last, whose experts the engines did not report, so that the trainer's own router chooses them
+train/routing_replay_missing_share | ratio | the part of those tokens that they are
 train/grad_norm | 1 | norm of the gradient before clipping
 train/critic-value_loss | loss | loss of the critic that was minimised: clipped squared error (trajectory mean) times --value-loss-coef
 train/critic-value_clipfrac | ratio | tokens whose clipped error was the larger one, so that they had no gradient (trajectory mean)

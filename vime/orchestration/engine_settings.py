@@ -7,6 +7,9 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.dtype import run_dtype
+from vime.config.modes import engines_return_experts
+from vime.engine.vllm.answers import RoutingShape
+from vime.models import family_of
 from vime.orchestration import sizes
 from vime.platform.base import Platform
 
@@ -29,12 +32,23 @@ def engine_arguments(
     }
 
 
-def engine_environment(platform: Platform, device_numbers: Sequence[str]) -> dict[str, str]:
+def routing_shape(config: Config, hf_config: Mapping[str, Any]) -> RoutingShape | None:
+    """What engines say of the experts they used looks like; None where they are not to say it."""
+    if not engines_return_experts(config):
+        return None
+    return RoutingShape.of(family_of(hf_config).settings(hf_config))
+
+
+def engine_environment(
+    platform: Platform, device_numbers: Sequence[str], *, routed_experts: bool = False
+) -> dict[str, str]:
     """Variables of the process of an engine on these devices.
 
-    Args: device_numbers: as the platform's visible-devices variable takes them; empty strings where it has none.
+    Args:
+        device_numbers: as the platform's visible-devices variable takes them; empty strings where it has none.
+        routed_experts: the engine is to return them.
     """
-    environment = platform.engine_environment(len(device_numbers))
+    environment = platform.engine_environment(len(device_numbers), routed_experts=routed_experts)
     if platform.visible_devices_variable is not None:
         environment[platform.visible_devices_variable] = ",".join(device_numbers)
     return environment

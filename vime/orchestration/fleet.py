@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vime.config import Config
+from vime.engine.vllm.answers import RoutingShape
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
@@ -23,10 +24,11 @@ class Fleet(ABC):
     Args:
         key: the run's key, demanded on every path of engines and router.
         log_dir: one log file per process goes there.
+        routing: of the model, where engines return routed experts.
     """
 
-    def __init__(self, config: Config, *, key: str, log_dir: Path) -> None:
-        self._config, self._key, self._log_dir = config, key, log_dir
+    def __init__(self, config: Config, *, key: str, log_dir: Path, routing: RoutingShape | None) -> None:
+        self._config, self._key, self._log_dir, self._routing = config, key, log_dir, routing
         self._router: RouterProcess | None = None
         self.engines: list[VllmEngine] = []
 
@@ -80,4 +82,4 @@ class Fleet(ABC):
         self._router.start()
         self._router.wait_ready()
         connections = self._config.rollout.rollout_concurrency
-        return RouterClient(self._router.url, urls, self._key, max_connections=connections)
+        return RouterClient(self._router.url, urls, self._key, max_connections=connections, routing=self._routing)

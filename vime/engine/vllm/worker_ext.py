@@ -246,6 +246,7 @@ class WorkerExtension:
     def vime_identity(self) -> dict[str, Any]:
         """What a trainer that did not start this engine must know of it."""
         model = self.vllm_config.model_config
+        switch = getattr(self.vllm_config, "aux_output_config", model)  # 0.26: of the model
         return {
             "vime": vime.__version__,
             "config": json.loads((checkpoint_folder(model.model) / "config.json").read_text(encoding="utf-8")),
@@ -254,6 +255,7 @@ class WorkerExtension:
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "max_model_len": int(model.max_model_len),
             "shared_memory": shared_memory_id(),
+            "routed_experts": bool(switch.enable_return_routed_experts),
             "device_type": self.vllm_config.device_config.device_type,
         }
 

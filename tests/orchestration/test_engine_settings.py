@@ -1,0 +1,58 @@
+"""What every engine is started with, where it is to say which experts it used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vime.config import Config, DebugConfig, TrainConfig
+from vime.engine.vllm.answers import RoutingShape
+from vime.orchestration.engine_settings import engine_environment, routing_shape
+from vime.platform.cpu import CpuPlatform
+from vime.platform.cuda import CudaPlatform
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 300,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def test_rows_are_of_every_decoder_layer_and_of_no_other() -> None:
+    config = Config(train=TrainConfig(use_rollout_routing_replay=True))
+    shape = routing_shape(config, GLM)
+    assert shape == RoutingShape(num_layers=3, top_k=4, num_experts=300) and shape.dtype == "uint16"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(
+            train=TrainConfig(use_rollout_routing_replay=True),
+            debug=DebugConfig(debug_train_only=True, load_debug_rollout_data="run"),
+        ),
+    ],
+)
+def test_engines_say_nothing_of_experts_where_nobody_asks_them(config: Config) -> None:
+    assert routing_shape(config, GLM) is None
+
+
+def test_only_a_cpu_needs_an_interpreter_for_it() -> None:
+    for routed_experts in (True, False):
+        environment = engine_environment(CpuPlatform(), [""], routed_experts=routed_experts)
+        assert ("TRITON_INTERPRET" in environment) == routed_experts
+        assert "TRITON_INTERPRET" not in engine_environment(CudaPlatform(), ["0"], routed_experts=routed_experts)
