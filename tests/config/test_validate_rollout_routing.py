@@ -27,7 +27,7 @@ def test_a_mixture_of_experts_on_engines_that_can_is_right() -> None:
 
 
 def test_without_the_flag_nothing_is_looked_at() -> None:
-    plain = replace(R3, train=TrainConfig(), vllm={"pipeline_parallel_size": 2})
+    plain = replace(R3, train=TrainConfig(), vllm={"decode_context_parallel_size": 2})
     assert problems(plain, {"num_moe_experts": None}, ON_A_CPU) == []
     assert not engines_return_experts(plain)
 
@@ -41,7 +41,6 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
 @pytest.mark.parametrize(
     ("vllm", "words"),
     [
-        ({"pipeline_parallel_size": 2}, "--vllm-pipeline-parallel-size is 2, but"),
         ({"decode_context_parallel_size": 4}, "--vllm-decode-context-parallel-size is 4, but"),
         ({"prefill_context_parallel_size": 2}, "--vllm-prefill-context-parallel-size is 2, but"),
         (

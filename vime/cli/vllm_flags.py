@@ -47,6 +47,7 @@ OWNED = {
     "runner": "always generate",
     "dtype": "engines serve in the dtype that is trained in: the checkpoint's, or --bf16 or --no-bf16",
     "quantization": "engines serve the weights that are trained, unquantized; anything else samples another policy",
+    "enable_return_routed_experts": "it follows --use-rollout-routing-replay",
 }
 
 # Flags of vLLM's server, which are no engine arguments.

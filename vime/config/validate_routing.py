@@ -9,9 +9,9 @@ from vime.config import Config
 from vime.config.modes import engines_return_experts
 
 _FLAG = "--use-rollout-routing-replay"
-# Settings of vLLM at which neither release returns routed experts, with the most they may be.
+# Settings of vLLM at which neither release returns routed experts if they are above 1. (Nor does an engine of several
+# stages, which vime never starts.)
 _AT_MOST_ONE = {
-    "pipeline_parallel_size": "stages of an engine",
     "decode_context_parallel_size": "context-parallel ranks of an engine",
     "prefill_context_parallel_size": "context-parallel ranks of an engine",
 }
