@@ -83,8 +83,9 @@ def test_gradients_are_those_of_transformers_with_the_same_experts(model_folder,
     assert routers == {"qwen3_moe": 2, "glm4_moe": 1}[kind]
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [*(("qwen3_moe", recompute) for recompute in RECOMPUTE), ("glm4_moe", "full")]
+)
 def test_replaying_the_own_choice_changes_no_bit(model_folder, make_trainer, make_batch, kind, recompute):
     folder, _ = model_folder(kind, tied=False)
     batch = make_batch(LENGTHS, micro=2)
