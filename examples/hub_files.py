@@ -14,8 +14,8 @@ class BadData(Exception):
     """A file is not what it should be; the message names it."""
 
 
-def hub_file(repo: str, path: str) -> Path:
-    """A data set's file, in the hub client's cache. Raises: BadData if the hub does not give it."""
+def hub_file(repo: str, path: str, flag: str) -> Path:
+    """A data set's file, in the hub client's cache. Raises: BadData naming the flag that takes another file."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -24,7 +24,7 @@ def hub_file(repo: str, path: str) -> Path:
         reason = " ".join(str(error).split())[:300]
         raise BadData(
             f"the hub did not give {path} of the data set {repo} ({type(error).__name__}: {reason}); download it where "
-            "the hub can be reached, and name the file on the command line"
+            f"the hub can be reached, and give the file by {flag}"
         ) from error
 
 

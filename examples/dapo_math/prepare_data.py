@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         for part, (repo, name) in SOURCES.items():
-            source = getattr(options, part) or hub_file(repo, name)
+            source = getattr(options, part) or hub_file(repo, name, f"--{part}")
             prompts, doubtful = rows(source, boxed=options.answer == "boxed")
             count = write_jsonl(options.out / NAMES[part], prompts)
             print(f"wrote {options.out / NAMES[part]}: {count} prompts; {doubtful} with two answers left out")

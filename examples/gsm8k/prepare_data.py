@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         for split, name in SPLITS.items():
-            source = getattr(options, split) or hub_file(REPO, name)
+            source = getattr(options, split) or hub_file(REPO, name, f"--{split}")
             count = write_jsonl(options.out / f"{split}.jsonl", rows(source))
             print(f"wrote {options.out / split}.jsonl: {count} prompts")
     except BadData as error:

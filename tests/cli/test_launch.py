@@ -7,6 +7,7 @@ import pytest
 from vime.cli.launch import _check_machine, main
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
+from vime.observability.run_folder import RunFolder
 from vime.platform.cpu import CpuPlatform
 
 
@@ -40,3 +41,21 @@ def test_the_folder_of_a_run_with_steps_is_not_taken_and_that_of_one_without_is(
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert main([*argv, "--run-dir", str(tmp_path)]) == 2
     assert "holds the metrics of another run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_refused_leaves_no_folder_of_its_own_and_one_that_was_there_before(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # without --ray-address
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    for folder in (new, old):
+        assert main([*argv, "--run-dir", str(folder)]) == 2
+        assert "RAY_ADDRESS is auto" in capsys.readouterr().err
+    assert not new.exists() and (old / "config.yaml").is_file()
+
+
+def test_a_refused_run_keeps_a_folder_with_logs(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "logs").mkdir()
+    assert not folder.remove_unused() and folder.path.exists()

@@ -87,6 +87,12 @@ def test_shared_devices_that_fit_in_no_way_say_so(capsys, recipe):
     assert code == 1 and "drop --no-offload-rollout" in got["problems"][0]
 
 
+def test_offload_flags_that_contradict_each_other_are_wrong_settings_not_a_lack_of_memory(capsys, recipe):
+    flags = ("--config", str(recipe), "--device-memory-gib", "140", "--offload-train", "--no-offload-rollout")
+    assert main(["plan", *flags]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_flags_win_over_the_file_and_a_config_json_is_a_model(capsys, recipe, model):
     _, got = as_json(capsys, "--config", str(recipe), "--hf-checkpoint", str(model), "--no-colocate", "--bf16")
     assert got["devices"][0]["parts_bytes"]["engine"] == 0

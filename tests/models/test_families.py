@@ -217,6 +217,7 @@ def test_rope_is_read_in_the_older_words_and_in_transformers_5s(change, scaling)
         (GLM, {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "topk_group"),
         (GLM, {"n_routed_experts": None}, "n_routed_experts"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window"),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         (
             QWEN3,
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},

@@ -40,6 +40,7 @@ def main(argv: Sequence[str], *, overlapped: bool = False) -> int:
             )
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end cleanly, as with ctrl-C
+    folder: RunFolder | None = None
     try:
         folder = RunFolder(path)
         program = "train_async.py" if overlapped else "train.py"
@@ -59,6 +60,8 @@ def main(argv: Sequence[str], *, overlapped: bool = False) -> int:
             run(config, folder=folder, progress=progress, overlapped=overlapped)
             progress.message(f"done in {time.monotonic() - begin:.0f} s; metrics in {folder.metrics_path}")
     except ConfigError as error:
+        if folder is not None:
+            folder.remove_unused()
         return _report(error)
     except VimeError as error:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)

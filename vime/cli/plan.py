@@ -26,7 +26,7 @@ from vime.models.division import Division
 from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
 from vime.models.parameters import parameters
 from vime.models.run_memory import division_of, need_of, training_of, wishes_of
-from vime.models.sharing import ASLEEP_BYTES, Sharing, decide
+from vime.models.sharing import ASLEEP_BYTES, Sharing, allowed_ways, decide
 
 _UTILIZATION = 0.92  # vLLM's own default
 _MOST_GIB, _MOST_DEVICES = 1e6, 100_000  # more is a slip of the pen
@@ -129,6 +129,7 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     if device_bytes is not None and generates(config) and not config.cluster.rollout_external_engine_addrs:
         utilization = config.vllm.get("gpu_memory_utilization", _UTILIZATION)
         if colocated:
+            allowed_ways(wishes_of(config))  # flags that contradict each other are no question of memory
             try:
                 need = need_of(config, model, dtype, world_size=world, device_bytes=device_bytes)
                 sharing = decide(need, wishes_of(config))

@@ -45,6 +45,8 @@ class Family(ABC):
     """Keys of config.json that must be whole numbers."""
     default_rotary_percent: ClassVar[float] = 1.0
     """Part of each head that is rotated where config.json does not say; 1: the model has no other."""
+    has_window_switch: ClassVar[bool] = False
+    """Whether use_sliding_window turns windows of attention on; without such a switch their width does."""
 
     def settings(self, hf: Mapping[str, Any]) -> ModelSettings:
         """Megatron settings of a checkpoint.
@@ -136,24 +138,20 @@ class Family(ABC):
                 if hf.get(key) is not None and hf[key] != value
             ),
             *(f"{key} is set: {why}" for key, why in _NEVER.items() if hf.get(key)),
+            *_windows(hf, has_switch=self.has_window_switch),
         ]
 
 
-def sliding_window(hf: Mapping[str, Any]) -> list[str]:
-    """A sentence if the checkpoint's attention does not see all earlier tokens in every layer."""
+def _windows(hf: Mapping[str, Any], *, has_switch: bool) -> list[str]:
+    """A sentence if the checkpoint's attention does not see all earlier tokens in every layer: vLLM would obey it."""
     others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if not hf.get("use_sliding_window") and not others:
-        return []
-    return [
-        f"it uses sliding-window attention (use_sliding_window {hf.get('use_sliding_window')}, layer_types {others}); "
-        "only full attention is supported"
-    ]
-
-
-def any_window(hf: Mapping[str, Any]) -> list[str]:
-    """A sentence if a width of windows is set in a family without a switch for them: vLLM would obey it."""
-    window = hf.get("sliding_window")
-    return [f"sliding_window is {window}; only full attention is supported"] if window else []
+    switch, window = hf.get("use_sliding_window"), hf.get("sliding_window")
+    if switch or others:
+        return [
+            f"it uses sliding-window attention (use_sliding_window {switch}, layer_types {others}); "
+            "only full attention is supported"
+        ]
+    return [f"sliding_window is {window}; only full attention is supported"] if window and not has_switch else []
 
 
 def mixture(

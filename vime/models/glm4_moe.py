@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from vime.models.base import Family, any_window, mixture
+from vime.models.base import Family, mixture
 from vime.models.names import Shape, decoder_layer_rules, shapes_of
 from vime.models.settings import ModelSettings
 
@@ -59,7 +59,7 @@ class Glm4Moe(Family):
         }
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        problems = super().problems(hf) + any_window(hf)
+        problems = super().problems(hf)
         top_k, normalised = hf.get("num_experts_per_tok"), hf.get("norm_topk_prob", True)
         if normalised is not None and top_k and bool(normalised) != (top_k > 1):
             problems.append(

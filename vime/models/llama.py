@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vime.models.base import Family, any_window
+from vime.models.base import Family
 
 
 class Llama(Family):
@@ -17,6 +17,3 @@ class Llama(Family):
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {}
-
-    def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        return super().problems(hf) + any_window(hf)

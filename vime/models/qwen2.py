@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vime.models.base import Family, sliding_window
+from vime.models.base import Family
 
 
 class Qwen2(Family):
@@ -13,12 +13,13 @@ class Qwen2(Family):
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
+    has_window_switch = True
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {"add_qkv_bias": True}
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        problems = super().problems(hf) + sliding_window(hf)
+        problems = super().problems(hf)
         hidden, heads, width = (hf.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
         if hidden and heads and width and width != hidden // heads:
             problems.append(f"head_dim is {width}; vLLM's Qwen2 takes hidden_size / num_attention_heads alone")

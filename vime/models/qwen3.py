@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vime.models.base import Family, sliding_window
+from vime.models.base import Family
 
 
 class Qwen3(Family):
@@ -13,6 +13,7 @@ class Qwen3(Family):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    has_window_switch = True
     only: ClassVar[Mapping[str, Any]] = {**Family.only, "attention_bias": False}
 
     def transformer(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,6 +21,3 @@ class Qwen3(Family):
 
     def head_dim(self, hf: Mapping[str, Any]) -> int:
         return int(hf.get("head_dim") or 128)
-
-    def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        return super().problems(hf) + sliding_window(hf)

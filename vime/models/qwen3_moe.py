@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vime.models.base import Family, mixture, sliding_window
+from vime.models.base import Family, mixture
 
 
 class Qwen3Moe(Family):
@@ -13,6 +13,7 @@ class Qwen3Moe(Family):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    has_window_switch = True
     only: ClassVar[Mapping[str, Any]] = {
         **Family.only,
         "attention_bias": False,
@@ -38,7 +39,7 @@ class Qwen3Moe(Family):
         }
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        problems = super().problems(hf) + sliding_window(hf)
+        problems = super().problems(hf)
         if not _num_experts(hf):
             problems.append("config.json lacks num_experts")
         if hf.get("num_experts_per_tok") == 1 and hf.get("norm_topk_prob"):

@@ -82,7 +82,7 @@ def decide(need: Need, wishes: Wishes = Wishes()) -> Sharing:
 
     Raises: ConfigError if that share would not even hold the engine's weights, or the user's own share does not fit.
     """
-    ways = _allowed(wishes)
+    ways = allowed_ways(wishes)
     rooms = [_room(need, sleeps=sleeps, leaves=leaves) for sleeps, leaves in ways]
     most = min(MAX_UTILIZATION, _room(need, sleeps=True, leaves=True))
     wanted = wishes.utilization
@@ -145,7 +145,11 @@ def describe(need: Need) -> str:
     )
 
 
-def _allowed(wishes: Wishes) -> list[tuple[bool, bool]]:
+def allowed_ways(wishes: Wishes) -> list[tuple[bool, bool]]:
+    """(engines sleep, trainer leaves) of the ways that the flags leave, the cheapest first.
+
+    Raises: ConfigError if the flags contradict each other.
+    """
     ways = [_STAY, _SLEEP, _TURNS]
     if wishes.offload_rollout is not None:
         ways = [way for way in ways if way[0] == wishes.offload_rollout]

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,21 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._is_new = not self.path.exists()
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+
+    def remove_unused(self) -> bool:
+        """Remove the folder of a run that was refused before it started anything. Returns: whether it was removed.
+
+        One that was there before stays, and so does one that holds anything beside what the settings gave.
+        """
+        kept = {"config.yaml", "versions.json", "rollouts"}
+        if not self._is_new or {entry.name for entry in self.path.iterdir()} - kept:
+            return False
+        if any((self.path / "rollouts").iterdir()):
+            return False
+        shutil.rmtree(self.path)
+        return True
 
     @property
     def metrics_path(self) -> Path:

@@ -64,7 +64,7 @@ from vime.rollout.stage import RolloutStage
 from vime.types import Group, Metrics, TrainBatch
 from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
-from vime.weight_sync.shm import remove_stale_segments
+from vime.weight_sync.segments import remove_stale_segments
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,14 @@
 """The shm transport: two shared-memory segments on this node, rewritten in turn, bucket by bucket.
 
-A segment is a file under /dev/shm, mapped by both ends. Python's SharedMemory is not used: its resource tracker
-unlinks segments that a reader merely attached to (before Python 3.13), and leaves those of a killed writer. Here the
-writer holds a lock on its segment; a segment whose lock is free has no living writer, and the next writer removes it.
+A segment is a file under /dev/shm, mapped by both ends. The writer holds a lock on its segment; a segment whose lock is
+free has no living writer, and the next writer removes it (segments.py).
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import mmap
 import os
-import re
-import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,8 @@ import torch
 
 from vime.errors import WeightSyncError
 from vime.weight_sync.layout import checked_length, lay_out
+from vime.weight_sync.segments import NAME, SHM_FOLDER, locked_file, remove_stale_segments
 from vime.wire import BucketMessage
-
-SHM_FOLDER = Path("/dev/shm")
-_NAME = re.compile(r"vime-\d+-\d+-[0-9a-f]{16}")
 
 
 class Writer:
@@ -78,7 +72,7 @@ class Reader:
     def read(self, bucket: BucketMessage, device: torch.device) -> torch.Tensor:
         """The bucket's bytes, copied to `device`. Raises: WeightSyncError if the segment is gone or too short."""
         name = str(bucket.location.get("shm"))
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise WeightSyncError(f"{name!r} is not the name of a segment of vime's")
         if name not in self._mapped:
             for other in [other for other in self._mapped if not (self._folder / other).exists()]:
@@ -106,13 +100,11 @@ class _Segment:
     """A locked file under /dev/shm with all its pages reserved."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.name = f"vime-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
         self.size = num_bytes
         self._pid = os.getpid()
-        self._path = folder / self.name
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._path, self._file = locked_file(folder)
+        self.name = self._path.name
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
             # Reserve now: a full /dev/shm would otherwise show as a bus error in the middle of a copy.
             os.posix_fallocate(self._file, 0, num_bytes)
         except OSError as error:
@@ -128,24 +120,3 @@ class _Segment:
         if self._pid == os.getpid():
             self._path.unlink(missing_ok=True)
         os.close(self._file)
-
-
-def remove_stale_segments(folder: Path = SHM_FOLDER) -> list[str]:
-    """Unlink this user's segments whose writer is gone (their lock is free). Returns: their names."""
-    removed = []
-    for path in sorted(folder.glob(f"vime-{os.getuid()}-*")):
-        if not _NAME.fullmatch(path.name):
-            continue
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # its writer, or another sweep, was faster
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-        except BlockingIOError:
-            pass  # its writer lives
-        finally:
-            os.close(file)
-    return removed
