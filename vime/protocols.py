@@ -301,6 +301,7 @@ class LossInputs:
     ref_log_probs: Tensor | None
     """Under the reference model, where the run has one."""
     advantages: Tensor
+    """With --use-opd less the KL to the teacher."""
     weights: Tensor
     """What makes a plain sum the mean over trajectories of their token means, over the constant global batch."""
     tokens: Tensor

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vime.batch_columns import *  # noqa: F403 - their names belong to TrainBatch
 from vime.support import SamplingSupport
 
 Metrics: TypeAlias = dict[str, float]
@@ -90,6 +91,8 @@ class Sample:
     weight_versions: tuple[VersionSpan, ...] = ()
     """Which policy version sampled which response tokens; spans are ordered and do not overlap."""
     reward: float | dict[str, float] | None = None
+    teacher_log_probs: list[float] | None = None
+    """R entries: what the teacher of on-policy distillation gives the response's tokens; None until it was asked."""
     remove_sample: bool = False
     """Keep the sample in group statistics and in every average, but learn from none of its tokens."""
     status: SampleStatus = SampleStatus.PENDING
@@ -223,6 +226,7 @@ class Sample:
         )
         for name in _ALIGNED:
             object.__setattr__(self, name, getattr(new, name))
+        self.teacher_log_probs = None  # it has not seen the new tokens
 
     def _join(self, new: RoutedRows, num_tokens: int) -> npt.NDArray[Any]:
         """The rows known so far and behind them those of the new ones that are of later tokens."""
@@ -269,22 +273,6 @@ class RolloutResult:
 
     groups: list[Group]
     metrics: Metrics = field(default_factory=dict)
-
-
-PG_WEIGHTS = "pg_loss_weights"
-"""[T] column of `TrainBatch.extra`: what each token's policy loss is multiplied with, in place of `loss_weights`."""
-CORRECTION_WEIGHTS = "correction_weights"
-"""[T] column of `TrainBatch.extra`: what --use-tis and --use-rs multiply each token's policy loss with, where they have
-been worked out before the first step."""
-TOKEN_ADVANTAGES = "token_advantages"
-"""[T] column of `TrainBatch.extra`: an advantage for each token, in place of its sample's."""
-METRIC_WEIGHTS = "metric_weights"
-"""[T] column of `TrainBatch.extra`: those of the trajectory mean, for metrics, where `loss_weights` are others."""
-SHAPED_REWARDS = "shaped_rewards"
-"""[B] column of `TrainBatch.extra`: what advantages are made of, where that is not the raw reward."""
-VALUES, RETURNS = "values", "returns"
-"""[T] columns of `TrainBatch.extra`, of a critic: the value before each token when training on the rollout began, and
-what the critic is trained towards."""
 
 
 @dataclass(frozen=True, slots=True)

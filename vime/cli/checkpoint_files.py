@@ -40,23 +40,27 @@ def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any
     except ConfigError as error:
         problems += error.problems
     if needs_reference(config.algo) and config.checkpoint.ref_load is not None and trains(config):
-        problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder)
+        problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder, flag="--ref-load")
+    if config.algo.use_opd and config.teacher.opd_teacher_load is not None and trains(config):
+        teacher = Path(config.teacher.opd_teacher_load)
+        problems += _reference_problems(teacher, settings, folder, flag="--opd-teacher-load")
     if config.critic.critic_load is not None and trains(config):
         problems += _critic_problems(Path(config.critic.critic_load), settings, folder)
     if problems:
         raise ConfigError(problems)
 
 
-def _reference_problems(folder: Path, policy: ModelSettings, policy_folder: Path) -> list[str]:
+def _reference_problems(folder: Path, policy: ModelSettings, policy_folder: Path, *, flag: str) -> list[str]:
+    """What is wrong with a checkpoint whose weights take the policy's place."""
     try:
         hf = read_json_object(folder / "config.json")
         family = family_of(hf)
         settings = family.settings(hf)
-        if problem := reference_problem(folder, settings, policy, policy_folder=policy_folder):
+        if problem := reference_problem(folder, settings, policy, policy_folder=policy_folder, flag=flag):
             return [problem]
         checked_weights(folder, family.name_map(settings), settings, reads_head=True)
     except ConfigError as error:
-        return [f"--ref-load: {problem}" for problem in error.problems]
+        return [f"{flag}: {problem}" for problem in error.problems]
     return []
 
 

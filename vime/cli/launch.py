@@ -95,6 +95,11 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         old, ref_load=full(old.ref_load), load=full(old.load), save=full(old.save), save_hf=full(old.save_hf)
     )
     critic = replace(config.critic, critic_load=full(config.critic.critic_load))
+    teacher = replace(
+        config.teacher,
+        opd_teacher_load=full(config.teacher.opd_teacher_load),
+        opd_teacher_key_file=full(config.teacher.opd_teacher_key_file),
+    )
     sync = replace(config.sync, update_weight_disk_dir=full(config.sync.update_weight_disk_dir))
     debug = replace(
         config.debug,
@@ -105,7 +110,7 @@ def _absolute(config: Config, run_dir: Path) -> Config:
         memory_snapshot_dir=full(config.debug.memory_snapshot_dir),
     )
     log = replace(config.log, run_dir=str(run_dir), wandb_dir=full(config.log.wandb_dir))
-    return replace(config, checkpoint=checkpoint, critic=critic, sync=sync, debug=debug, log=log)
+    return replace(config, checkpoint=checkpoint, critic=critic, teacher=teacher, sync=sync, debug=debug, log=log)
 
 
 def _report(error: ConfigError) -> int:

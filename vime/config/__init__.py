@@ -20,6 +20,7 @@ from vime.config.sections import (
     SyncConfig,
     TrainConfig,
 )
+from vime.config.teacher import TeacherConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -59,5 +61,6 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SyncConfig",
+    "TeacherConfig",
     "TrainConfig",
 ]

@@ -60,6 +60,11 @@ class AlgoConfig:
         None, "the KL's estimator; default: k3 in the loss, k1 in the rewards", choices=("k1", "k2", "k3", "low_var_kl")
     )
     use_unbiased_kl: bool = setting(False, "multiply the KL in the loss with the ratio to the policy that sampled")
+    keep_old_actor: bool = setting(
+        False, "old log-probs of rollouts of an earlier version come from its weights, kept in host memory"
+    )
+    use_opd: bool = setting(False, "on-policy distillation: learn from a teacher's log-probs of the sampled tokens")
+    opd_kl_coef: float = setting(1.0, "take this times the KL to the teacher from each token's advantage")
     use_opsm: bool = setting(
         False, "learn nothing from sequences of negative advantage that the policy has moved away from"
     )

@@ -220,7 +220,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="function",
         parameters=("config", "model", "store_prefix"),
         returns="None",
-        called="on every training rank, before log-probs of the policy or (`ref_`) the reference",
+        called="on every training rank, before log-probs of the policy, or under other weights (`ref_` and so on)",
     ),
     Hook(
         key="train.custom_megatron_before_train_step_hook_path",

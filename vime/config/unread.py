@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import TypeAlias
 
-from vime.config import Config, CriticConfig
+from vime.config import Config, CriticConfig, TeacherConfig
 from vime.config.estimators import (
     CONSTANT_LENGTH,
     ESTIMATORS,
@@ -35,6 +35,10 @@ def _is_sft(c: Config) -> bool:
     return c.algo.loss_type == "sft_loss" and not evaluates_only(c)
 
 
+_TEACHER = tuple(f"teacher.{field.name}" for field in fields(TeacherConfig))
+_SERVER = tuple(
+    f"teacher.opd_teacher_{name}" for name in ("model", "key_file", "timeout_s", "max_retries", "max_connections")
+)
 _CRITIC = tuple(f"critic.{field.name}" for field in fields(CriticConfig))
 # (settings, when nobody reads them, what to do about it)
 _RULES: tuple[Rule, ...] = (
@@ -64,6 +68,12 @@ _RULES: tuple[Rule, ...] = (
         ("algo.custom_advantage_function_path",),
         lambda c: needs_critic(c.algo),
         "ppo makes advantages of its critic's values; choose another --advantage-estimator, or drop the function",
+    ),
+    ((*_TEACHER, "algo.opd_kl_coef"), lambda c: not c.algo.use_opd, "add --use-opd"),
+    (
+        _SERVER,
+        lambda c: c.algo.use_opd and c.teacher.opd_teacher_url is None,
+        "add --opd-teacher-url, the server to ask",
     ),
     (("algo.use_unbiased_kl",), lambda c: not c.algo.use_kl_loss, "add --use-kl-loss"),
     (("algo.opsm_delta",), lambda c: not c.algo.use_opsm, "add --use-opsm"),
@@ -272,6 +282,8 @@ _RULES: tuple[Rule, ...] = (
             "algo.kl_coef",
             "algo.use_opsm",
             *NOT_SUPERVISED,
+            "algo.use_opd",
+            "algo.keep_old_actor",
             "algo.disable_grpo_std_normalization",
             "algo.disable_rewards_normalization",
             "algo.eps_clip",

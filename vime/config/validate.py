@@ -35,6 +35,7 @@ from vime.config.validate_reward import check_reward
 from vime.config.validate_routing import check_rollout_routing_replay, check_routing_replay
 from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
+from vime.config.validate_teacher import check_old_actor, check_teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_algorithm(config),
         check_correction(config),
         check_critic(config),
+        check_teacher(config),
+        check_old_actor(config, overlapped=facts.overlapped),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
         check_recompute(config, facts.shape, stage_layers(config, facts.shape)),
         check_routing_replay(config, facts.shape),

@@ -107,6 +107,7 @@ def _rewards(config: Config) -> Iterator[str]:
         and not algo.disable_rewards_normalization
         and config.reward.custom_reward_post_process_path is None
         and algo.custom_advantage_function_path is None
+        and not algo.use_opd  # the teacher says of each token alone what it is worth
     ):
         yield (
             "--n-samples-per-prompt is 1, and a group of one has advantage 0, so nothing would be learnt; use 2 or "

@@ -34,7 +34,7 @@ def check_reward(config: Config, known: Collection[str], without_label: Collecti
         yield f"{' and '.join(given)} are both given; keep one, or give all of them as parts (--rm-parts)"
     if reward.rm_url is None and (remote := [name for name in named if name in _REMOTE]):
         yield f"{remote[0]} asks a server for rewards; give its address by --rm-url"
-    if reward.rm_url is not None and (problem := _url_problem(reward.rm_url)):
+    if reward.rm_url is not None and (problem := url_problem(reward.rm_url)):
         yield f"--rm-url {problem}"
     if not generates(config) or evaluates_without_trainer(config):
         return
@@ -51,7 +51,8 @@ def check_reward(config: Config, known: Collection[str], without_label: Collecti
         yield "a reward is required: --rm-type, --rm-parts or --custom-rm-path (sample metadata may then override it)"
 
 
-def _url_problem(text: str) -> str | None:
+def url_problem(text: str) -> str | None:
+    """What is wrong with an address, in words after its flag; None if nothing is."""
     try:
         url = urlsplit(text)
         is_address = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

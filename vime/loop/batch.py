@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vime.batch_columns import POLICY_VERSIONS, TEACHER_LOG_PROBS
 from vime.config import AlgoConfig, TrainConfig
 from vime.config.parallel import ParallelSizes
 from vime.data.packing import plan_steps, step_ids
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
-from vime.loop.columns import routed_columns, routing_metrics, sample_columns, sample_name
+from vime.loop.columns import (
+    routed_columns,
+    routing_metrics,
+    sample_columns,
+    sample_name,
+    teacher_column,
+    version_column,
+)
 from vime.loop.learning_signal import learning_signal, loss_weights
 from vime.loop.staleness import are_older, version_after
 from vime.models import ModelSettings
 from vime.models.flops import sample_flops
-from vime.types import PG_WEIGHTS, Group, Metrics, Sample, SampleStatus, StepPlan, TrainBatch
+from vime.types import (
+    PG_WEIGHTS,
+    Group,
+    Metrics,
+    Sample,
+    SampleStatus,
+    StepPlan,
+    TrainBatch,
+)
 
 
 def make_train_batch(
@@ -93,6 +110,8 @@ def make_train_batch(
             samples, columns, cu_seqlens, algo, hooks=hooks, max_response_len=max_response_len
         )
         extra |= more
+        if converted is None:
+            extra |= _columns_of_others(samples, mask, algo)
     routed = None
     if train.use_rollout_routing_replay:
         routed = routed_columns(samples, columns["tokens"], lengths)
@@ -123,6 +142,18 @@ def make_train_batch(
     )
     metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
     return batch, metrics
+
+
+def _columns_of_others(
+    samples: Sequence[Sample], mask: npt.NDArray[np.uint8], algo: AlgoConfig
+) -> dict[str, npt.NDArray[Any]]:
+    """What the loss needs to know of policies other than the one that is trained."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    if algo.use_opd and (teacher := teacher_column(samples, mask)) is not None:
+        columns[TEACHER_LOG_PROBS] = teacher
+    if algo.keep_old_actor:
+        columns[POLICY_VERSIONS] = version_column(samples, len(mask))
+    return columns
 
 
 def _check_sample(s: Sample, is_policy: bool) -> None:

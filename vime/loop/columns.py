@@ -54,6 +54,40 @@ def sample_columns(
     }
 
 
+def teacher_column(samples: Sequence[Sample], mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32] | None:
+    """[T] the log-probs of a teacher that was asked, NaN under mask 0; None where none was.
+
+    Raises: DataError naming the sample that has none, or one that is not finite at a token under mask 1.
+    """
+    if all(s.teacher_log_probs is None for s in samples):
+        return None
+    column, end = np.full(len(mask), np.nan, np.float32), 0
+    for s in samples:
+        end += len(s.tokens)
+        response = slice(end - s.response_length, end)
+        if s.teacher_log_probs is not None:
+            if len(s.teacher_log_probs) != s.response_length:
+                raise DataError(
+                    f"{sample_name(s)} has {len(s.teacher_log_probs)} teacher_log_probs for {s.response_length} tokens"
+                )
+            column[response] = s.teacher_log_probs
+        if not np.isfinite(column[response][mask[response] != 0]).all():
+            raise DataError(f"{sample_name(s)} has a trainable token without a finite log-prob of the teacher")
+    column[mask == 0] = np.nan
+    return column
+
+
+def version_column(samples: Sequence[Sample], num_tokens: int) -> npt.NDArray[np.int64]:
+    """[T] the version of the policy that sampled each token; -1 where none is known."""
+    column, end = np.full(num_tokens, -1, np.int64), 0
+    for s in samples:
+        end += len(s.tokens)
+        begin = end - s.response_length
+        for span in s.weight_versions:
+            column[begin + span.start : begin + span.end] = span.version
+    return column
+
+
 def checked_columns(function: UserFunction, result: Any) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """What --custom-convert-samples-to-train-data-path returned: the known columns, and further ones, [B] or [T].
 

@@ -57,7 +57,7 @@ class Training:
     optimizer_offload_fraction: float = 0.0
     """Part of the optimizer's state that lives in host memory."""
     num_host_weights: int = 0
-    """Further sets of weights in host memory: a reference."""
+    """Further sets of weights in host memory: a reference, a teacher, earlier versions."""
     has_critic: bool = False
     """A second model that is trained (PPO)."""
     sync_buffer_bytes: int = 512 * MIB

@@ -68,13 +68,19 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         optimizer_offload_fraction=(
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
-        num_host_weights=int(needs_reference(config.algo)),
+        num_host_weights=_num_host_weights(config),
         has_critic=needs_critic(config.algo),
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,
         async_save=config.checkpoint.async_save,
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
     )
+
+
+def _num_host_weights(config: Config) -> int:
+    """Sets of weights beside the policy's: a reference, a teacher, and those of the two newest versions sent."""
+    has_teacher = config.algo.use_opd and config.teacher.opd_teacher_load is not None
+    return needs_reference(config.algo) + has_teacher + 2 * config.algo.keep_old_actor
 
 
 def wishes_of(config: Config) -> Wishes:

@@ -60,6 +60,8 @@ rollout/repetition_frac | ratio | samples trained on whose last 10,000 character
 rollout/prefix_cache_hit_rate | ratio | prompt tokens the engines found in their prefix cache, of those they looked for
 rollout/avg_cached_tokens_per_sample | tokens | prompt tokens found in the prefix cache, per response the engines ended
 rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens` (response tokens), `learnt_tokens` (of supervised data: those under mask 1), `failed_groups`, `aborted_groups`; `put_back`: groups returned to the buffer, `put_back_tokens`: tokens they keep (--partial-rollout), `continued_groups`: groups begun in an earlier rollout, `offpolicy_tokens`: tokens of the groups trained on that earlier rollouts sampled; `preemptions`: requests an engine set back for want of cache
+rollout/teacher/{requests,retries} | requests | asked of --opd-teacher-url for the rollout's samples, and those of them that repeated one that failed
+rollout/teacher/seconds | s | until it had scored all of them; part of the rollout's time
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
 data/epoch | epochs | prompts handed out so far, in epochs (docs/data.md says what an epoch of a mixture is)
@@ -86,6 +88,8 @@ train/rs_vetoed | ratio | those of them in a sequence that one token rejected (-
 train/ratio | 1 | exp(log-prob - old log-prob), with gspo that of the sequence (trajectory mean); 1 until the policy moves
 train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far the policy moved within the rollout, or since an earlier version sampled it
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
+train/opd_kl | nats | reverse KL to the teacher on the sampled tokens (--use-opd): old log-prob - the teacher's, trajectory mean, before its coefficient
+train/old_actor_ratio | ratio | tokens under mask 1 whose old log-probs come from weights kept by --keep-old-actor; the others' are the engine's. In rollouts of an earlier version
 train/reference_rollout | 1 | the rollout whose weights the reference is now (--ref-update-interval); -1 while it is --ref-load
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens, exact over the global batch
@@ -127,7 +131,7 @@ eval/<set>-num_<what> | count | `prompts` or `samples` of the set; `dropped_prom
 perf/step_time | s | wall time of the step, from the end of the one before it: the sum of its stages and perf/other_time. A step that evaluates or saves holds that, too
 perf/step_time_without_eval_and_save | s | perf/step_time less perf/eval_time, perf/save_model_time and perf/save_hf_time: what compares from step to step, and what the shares below are of
 perf/wait_time_ratio | ratio | share of that in which the trainer was not asked to train: rollout, weight sync, batch, logging. 0.5 says only that they take as long as training
-perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs, values, actor_train and critic_train
+perf/trainer_compute_ratio | ratio | share of it in which the trainer computed: log_probs, ref_log_probs and those of other weights, values, actor_train and critic_train
 perf/engine_busy_ratio | ratio | share of it in which at least one request of the rollout was under way at any engine
 perf/engine_busy_s | s | time in which at least one request of the rollout was under way, as the client sees it
 perf/engine_running_requests | requests | mean over the rollout and the engines of the requests an engine was computing (vLLM's running phase)
@@ -144,7 +148,7 @@ perf/{sleep,wake,offload,onload}_time | s | where trainer and engines take turns
 perf/rollout_wait_time | s | train_async.py: a stage, in which the trainer waited for generation: for the rollout of the step, or before a weight sync or an evaluation for the next one
 perf/rollout_s | s | train_async.py: what the generation of the step's rollout took, most of it beside the training in the step before
 perf/rollout_ready_s | s | train_async.py: how long that rollout then waited for the trainer; beside perf/rollout_wait_time it says which of the two is the slower one
-perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, actor_train (forward, backward and update); with a critic values and critic_train, the same of it
+perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, old_actor_log_probs (--keep-old-actor), teacher_log_probs (a teacher in the trainer), actor_train (forward, backward and update); with a critic values and critic_train, the same of it
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once
 perf/actor_train_mfu | ratio | perf/actor_train_tflops over the device's dense 16-bit peak, where that is known (NVIDIA's data sheets; not on a CPU, not in float32)
@@ -162,7 +166,10 @@ def _parse(table: str) -> tuple[Metric, ...]:
 
 
 METRICS: tuple[Metric, ...] = _parse(_TABLE)
-TRAIN_PARTS = frozenset({"log_probs", "ref_log_probs", "values", "actor_train", "critic_train"})
+TRAIN_PARTS = frozenset(
+    {f"{policy}log_probs" for policy in ("", "ref_", "old_actor_", "teacher_")}
+    | {"values", "actor_train", "critic_train"}
+)
 """The trainer's own times, which perf/train_time contains."""
 
 

@@ -52,6 +52,7 @@ from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.placement import Layout, Placement, describe, plan_layout
 from vime.orchestration.route import route_weights
 from vime.orchestration.sharing import DevicePlan, plan_devices, start_sides
+from vime.orchestration.teacher import served_teacher
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.platform import get_platform
@@ -120,6 +121,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
     rows = check_data(config)
     changed = resume.check_settings(config, checkpoint, plan.kept_settings) if checkpoint is not None else []
     replayed = resume.replayed_rollouts(config, plan.start)
+    teacher = served_teacher(config, hf_path, hf_config)
     with ExitStack() as stack:
         if config.checkpoint.save is not None and plan.layout.trainer_devices:
             stack.enter_context(only_run_in(Path(config.checkpoint.save)))
@@ -175,6 +177,7 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
             eval_sets,
             make_meter(config, fleet, client),
             call_off=client.call_off if client is not None else None,
+            teacher=teacher,
         )
         keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
         stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, turns, stack)

@@ -12,6 +12,7 @@ from vime.config.hooks import UserFunction
 from vime.observability.trace import Span
 from vime.protocols import DataSource, RolloutContext
 from vime.rollout.meter import RolloutMeter
+from vime.rollout.teacher import ServedTeacher
 from vime.rollout.whole import check_whole, kept_whole
 from vime.types import Group, Metrics, RolloutResult
 
@@ -28,6 +29,7 @@ class RolloutStage:
         eval_source: the held-out sets, as the evaluation's rollout function expects them.
         meter: measures each rollout; None where nothing is generated.
         call_off: ends what waits for the engines in event loops of other threads; None where there are none.
+        teacher: scores the samples to train on; None where none is asked.
     Raises: ConfigError if one of the functions cannot be used.
     """
 
@@ -38,9 +40,10 @@ class RolloutStage:
         eval_source: Any,
         meter: RolloutMeter | None = None,
         call_off: Callable[[], None] | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         self._context, self._source, self._eval_source, self._meter = context, source, eval_source, meter
-        self._call_off = call_off
+        self._call_off, self._teacher = call_off, teacher
         train = hook_table.load(context.config, _TRAIN)
         assert train is not None, "it has a default"
         self._generate = train
@@ -57,6 +60,8 @@ class RolloutStage:
         check_whole(self._generate, result.groups)
         if self._meter is not None and begin is not None:
             result = replace(result, metrics={**self._meter.finish(begin, result.groups), **result.metrics})
+        if self._teacher is not None:
+            result.metrics.update(self._teacher.score(result.groups))
         result.metrics.update(self._source.metrics())
         if self._log is not None:
             seconds = time.perf_counter() - start
@@ -69,6 +74,8 @@ class RolloutStage:
         """End the rollout that another thread generates, once it has asked the engines for something."""
         if self._call_off is not None:
             self._call_off()
+        if self._teacher is not None:
+            self._teacher.call_off()
 
     def take_spans(self) -> list[list[Span]]:
         """What each engine did in the rollouts since the last call; for the trace."""

@@ -15,18 +15,26 @@ import torch
 from torch import Tensor
 
 from vime.algo.cispo import cispo_loss
+from vime.algo.distill import taught_advantages
 from vime.algo.kl import kl_estimate
 from vime.algo.opsm import on_policy_enough
 from vime.algo.policy_loss import PolicyLoss, clipped_loss
 from vime.algo.reinforce import reinforce_loss
 from vime.algo.sequences import Sequences
+from vime.batch_columns import TEACHER_LOG_PROBS
 from vime.config import AlgoConfig
 from vime.config.estimators import kl_type, pg_loss_type
 from vime.protocols import CorrectionInputs, LossInputs
 from vime.trainer.megatron import parallel
 from vime.trainer.megatron.correction import OwnWeights, correction, logged_names
 from vime.trainer.megatron.packing import MicroBatch
-from vime.types import CORRECTION_WEIGHTS, METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, TrainBatch
+from vime.types import (
+    CORRECTION_WEIGHTS,
+    METRIC_WEIGHTS,
+    PG_WEIGHTS,
+    TOKEN_ADVANTAGES,
+    TrainBatch,
+)
 
 OwnLoss: TypeAlias = Callable[[LossInputs], tuple[Tensor, Mapping[str, float]]]
 
@@ -59,10 +67,11 @@ class Columns:
         reference: npt.NDArray[np.float32] | None,
         algo: AlgoConfig,
     ) -> Columns:
-        """Args: first: the trainer's before the first step, where they are known."""
-        # The old policy is the one that sampled. Of an earlier version only what it said is left; with --use-tis the
-        # old policy is the trainer's all the same, and the weights hold the whole way from the one that sampled.
-        engine = algo.use_rollout_logprobs or (batch.is_older and not algo.use_tis)
+        """Args: first: the trainer's before the first step, where known; with --keep-old-actor the sampler's."""
+        # The old policy is the one that sampled. Of an earlier version only what it said is left, unless its weights
+        # are kept; with --use-tis the old policy is the trainer's all the same, and the weights hold the whole way
+        # from the one that sampled.
+        engine = algo.use_rollout_logprobs or (batch.is_older and not (algo.use_tis or algo.keep_old_actor))
         return cls(batch.rollout_log_probs if engine else first, reference, first)
 
 
@@ -84,6 +93,8 @@ class MicroLoss:
 def sum_names(algo: AlgoConfig, *, with_own_loss: bool) -> tuple[str, ...]:
     """What is summed over a step's tokens under these settings, by its name under train/."""
     names = ["loss", "pg_loss", "ppo_kl", "kl_loss", "entropy_loss"]
+    if algo.use_opd and algo.loss_type != "sft_loss":
+        names.append("opd_kl")
     if with_own_loss:
         return tuple(names)
     names.append("pg_clipfrac")
@@ -113,18 +124,19 @@ def micro_loss(
     of_metrics = read.tokens(batch.extra[METRIC_WEIGHTS]) if METRIC_WEIGHTS in batch.extra else weights
     detached = log_probs.detach()
     old = detached if columns.old_log_probs is None else read.tokens(columns.old_log_probs)
-    logged: dict[str, Tensor] = {}
+    advantages, logged = _advantages(old, read, algo)
     own: Mapping[str, float] = {}
     if functions.loss is not None:
-        main, own = functions.loss(_loss_inputs(log_probs, entropy, old, columns, read))
+        main, own = functions.loss(_loss_inputs(log_probs, entropy, old, advantages, columns, read))
         if not len(micro.wanted):
             main = main + log_probs.sum()  # of nothing, but backward must run: other ranks may wait for this one there
     elif algo.loss_type == "sft_loss":
         main = -(weights * log_probs).sum()
     else:
-        token_loss, logged = _policy_loss(log_probs, old, read, algo)
+        token_loss, more = _policy_loss(log_probs, old, advantages, read, algo)
+        logged |= more
         if algo.corrects:
-            token_loss, more, own = _corrected(token_loss, detached, read, columns, algo, functions.weights)
+            token_loss, more, own = _corrected(token_loss, advantages, detached, read, columns, algo, functions.weights)
             logged |= more
         main = (read.tokens(batch.extra.get(PG_WEIGHTS, batch.loss_weights)) * token_loss).sum()
     if functions.loss is not None or algo.loss_type == "policy_loss":
@@ -147,9 +159,20 @@ def micro_loss(
     return MicroLoss(loss, torch.stack([sums.get(name, zero) for name in names]), detached, micro.wanted, own)
 
 
-def _policy_loss(log_probs: Tensor, old: Tensor, read: _Reader, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """[P] the policy loss of each token, differentiable, and what is logged of each."""
+def _advantages(old: Tensor, read: _Reader, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """[P] the advantage of each token, and what is logged of each."""
     advantages = read.advantages()
+    if not algo.use_opd or algo.loss_type == "sft_loss":
+        return advantages, {}
+    teacher = read.tokens(read.batch.extra[TEACHER_LOG_PROBS])
+    taught = taught_advantages(advantages, old, teacher, coef=algo.opd_kl_coef)
+    return taught.advantages, {"opd_kl": taught.kl}
+
+
+def _policy_loss(
+    log_probs: Tensor, old: Tensor, advantages: Tensor, read: _Reader, algo: AlgoConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[P] the policy loss of each token, differentiable, and what is logged of each."""
     result: PolicyLoss
     match pg_loss_type(algo):
         case "cispo":
@@ -182,6 +205,7 @@ def _policy_loss(log_probs: Tensor, old: Tensor, read: _Reader, algo: AlgoConfig
 
 def _corrected(
     token_loss: Tensor,
+    advantages: Tensor,
     detached: Tensor,
     read: _Reader,
     columns: Columns,
@@ -197,7 +221,9 @@ def _corrected(
         first = detached if columns.first_log_probs is None else read.tokens(columns.first_log_probs)
         sampled, sequences, theirs = read.tokens(read.batch.rollout_log_probs), read.sequences(), None
         if own_weights is not None:
-            theirs, own = own_weights(_correction_inputs(token_loss.detach(), first, sampled, sequences, read))
+            theirs, own = own_weights(
+                _correction_inputs(token_loss.detach(), advantages, first, sampled, sequences, read)
+            )
         result = correction(first - sampled, sequences, algo, theirs)
         weights, logged = result.weights, result.logged
     # Selected, not only multiplied: a rejected token's ratio may be so large that its gradient is not finite.
@@ -255,14 +281,14 @@ def _all_reduced(values: Tensor) -> Tensor:
 
 
 def _correction_inputs(
-    pg_loss: Tensor, first: Tensor, sampled: Tensor, sequences: Sequences, read: _Reader
+    pg_loss: Tensor, advantages: Tensor, first: Tensor, sampled: Tensor, sequences: Sequences, read: _Reader
 ) -> CorrectionInputs:
     """What a custom function of importance weights sees of a micro-batch."""
     return CorrectionInputs(
         old_log_probs=first,
         rollout_log_probs=sampled,
         pg_loss=pg_loss,
-        advantages=read.advantages(),
+        advantages=advantages,
         weights=read.tokens(read.batch.extra.get(METRIC_WEIGHTS, read.batch.loss_weights)),
         samples=torch.from_numpy(read.micro.samples).to(pg_loss.device),
         sequence_mean=sequences.mean,
@@ -270,7 +296,9 @@ def _correction_inputs(
     )
 
 
-def _loss_inputs(log_probs: Tensor, entropy: Tensor, old: Tensor, columns: Columns, read: _Reader) -> LossInputs:
+def _loss_inputs(
+    log_probs: Tensor, entropy: Tensor, old: Tensor, advantages: Tensor, columns: Columns, read: _Reader
+) -> LossInputs:
     """What a custom loss function sees of a micro-batch."""
     batch, micro, ref = read.batch, read.micro, columns.ref_log_probs
     num_tokens = len(batch.tokens)
@@ -280,7 +308,7 @@ def _loss_inputs(log_probs: Tensor, entropy: Tensor, old: Tensor, columns: Colum
         old_log_probs=old,
         rollout_log_probs=read.tokens(batch.rollout_log_probs),
         ref_log_probs=None if ref is None else read.tokens(ref),
-        advantages=read.advantages(),
+        advantages=advantages,
         weights=read.tokens(batch.loss_weights),
         tokens=read.tokens(batch.tokens).long(),
         samples=torch.from_numpy(micro.samples).to(log_probs.device),

@@ -1,27 +1,41 @@
 """The policies that a run compares its own with: their weights, in host memory, and when they change.
 
 The reference stays what --ref-load is, or with --ref-update-interval becomes the policy every so many rollouts; then it
-is part of each checkpoint.
+is part of each checkpoint. A teacher never changes. With --keep-old-actor the weights of the two newest versions that
+engines got are kept: when a rollout is trained on that was generated beside training, engines may have got another
+version since, and no third.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from vime.batch_columns import POLICY_VERSIONS, TEACHER_LOG_PROBS
 from vime.config import Config
 from vime.config.estimators import needs_reference
+from vime.errors import TrainingError
 from vime.models import ModelSettings, NameMap
 from vime.trainer.megatron.host_weights import HostWeights
 from vime.trainer.megatron.reference import load_reference
-from vime.types import Metrics
+from vime.types import Metrics, PolicyVersion, TrainBatch
 
 _log = logging.getLogger(__name__)
 
+LogProbs: TypeAlias = Callable[[npt.NDArray[np.bool_], str], npt.NDArray[np.float32]]
+"""(wanted [T], prefix for users' hooks) -> [T] log-probs."""
+Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
+
+_VERSIONS_KEPT = 2
 _REFERENCE = "reference_rollout"
 """The counter in a checkpoint that says of which rollout's weights its reference is."""
 _AS_LOADED = -1
@@ -35,7 +49,7 @@ class OtherPolicies:
         chunks: this rank's part of the policy, as it is trained.
         model, names: its settings and tensors.
         dtype: of its weights.
-    Raises: ConfigError if --ref-load cannot be the reference.
+    Raises: ConfigError if --ref-load cannot be the reference, or --opd-teacher-load the teacher.
     """
 
     def __init__(
@@ -53,6 +67,78 @@ class OtherPolicies:
         if needs_reference(config.algo):
             folder = Path(config.checkpoint.ref_load or source)
             self.reference = load_reference(folder, chunks, model, names, policy_folder=source, dtype=dtype)
+        self.teacher: HostWeights | None = None
+        if config.algo.use_opd and (load := config.teacher.opd_teacher_load) is not None:
+            self.teacher = load_reference(
+                Path(load), chunks, model, names, policy_folder=source, dtype=dtype, flag="--opd-teacher-load"
+            )
+        self._chunks = chunks
+        self._sent: dict[PolicyVersion, HostWeights] = {}
+
+    def with_teacher(
+        self, batch: TrainBatch, mask: npt.NDArray[np.bool_], log_probs: LogProbs, timed: Timed
+    ) -> TrainBatch:
+        """The batch with the teacher's log-probs, where it is taught and has none. Collective.
+
+        Args:
+            mask: [T] the tokens that are trained on.
+            log_probs: of the batch under the weights that the modules have.
+            timed: around what takes long, by its name.
+        Raises: TrainingError if there is no teacher to ask.
+        """
+        if not self._config.algo.use_opd or self._config.algo.loss_type == "sft_loss":
+            return batch
+        if self.teacher is None:
+            if TEACHER_LOG_PROBS not in batch.extra:
+                raise TrainingError(
+                    f"rollout {batch.rollout_id} came without a teacher's log-probs, and --opd-teacher-load names none"
+                )
+            return batch
+        with timed("teacher_log_probs"), self.teacher.in_place():
+            values = log_probs(mask, "teacher_")
+        return replace(batch, extra={**batch.extra, TEACHER_LOG_PROBS: values})
+
+    def published(self, version: PolicyVersion) -> None:
+        """The policy's weights go to the engines as this version."""
+        if not self._config.algo.keep_old_actor:
+            return
+        if version not in self._sent and len(self._sent) == _VERSIONS_KEPT:
+            self._sent[version] = self._sent.pop(min(self._sent))
+        if version in self._sent:
+            self._sent[version].take()
+        else:
+            self._sent[version] = HostWeights(self._chunks)
+
+    def log_probs_of_sampler(
+        self,
+        batch: TrainBatch,
+        mask: npt.NDArray[np.bool_],
+        now: npt.NDArray[np.float32] | None,
+        log_probs: LogProbs,
+        timed: Timed,
+        metrics: Metrics,
+    ) -> npt.NDArray[np.float32] | None:
+        """[T] of a rollout of earlier versions with --keep-old-actor: of their weights where kept, else the engine's.
+
+        Collective. Other arguments as above.
+
+        Args:
+            now: the policy's, where they are known: what all other rollouts get.
+            metrics: train/old_actor_ratio goes there.
+        """
+        if not (self._config.algo.keep_old_actor and batch.is_older):
+            return now
+        column, versions = batch.rollout_log_probs.copy(), batch.extra[POLICY_VERSIONS]
+        known = np.zeros(len(mask), np.bool_)
+        with timed("old_actor_log_probs"):
+            for version, weights in self._sent.items():
+                own = mask & (versions == version)
+                if own.any():
+                    with weights.in_place():
+                        column[own] = log_probs(own, "old_actor_")[own]
+                    known |= own
+        metrics["train/old_actor_ratio"] = float(known.sum() / max(mask.sum(), 1))
+        return column
 
     def trained(self, rollout_id: int) -> Metrics:
         """The policy was trained on this rollout. Returns: the one whose weights the reference is, where it moves."""
@@ -90,5 +176,6 @@ class OtherPolicies:
 
     def close(self) -> None:
         """Give the host memory back."""
-        if self.reference is not None:
-            self.reference.close()
+        for weights in (self.reference, self.teacher, *self._sent.values()):
+            if weights is not None:
+                weights.close()

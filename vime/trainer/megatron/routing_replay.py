@@ -229,6 +229,10 @@ class RolloutRouting:
         used = self._used if self._records else None
         return RoutingPass(self._routers, self._device, self._engine, record_into=used, tally=self._first_tally())
 
+    def sampler(self) -> RoutingPass | None:
+        """Of a forward pass under the weights that sampled: the engine's rows, where there are some."""
+        return None if self._engine is None else RoutingPass(self._routers, self._device, self._engine)
+
     def training(self) -> RoutingPass | None:
         """Of an optimizer step."""
         if self._used:

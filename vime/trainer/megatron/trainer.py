@@ -147,9 +147,7 @@ class MegatronTrainer:
 
     def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
         """[T] log-probs of each token at the sampling temperature; NaN at each first token."""
-        wanted = np.ones(len(batch.tokens), dtype=np.bool_)
-        wanted[batch.cu_seqlens[:-1]] = False
-        return self._batch_log_probs(batch, wanted, routing=self._routing(batch).old_policy())
+        return self._batch_log_probs(batch, _all_but_first(batch), routing=self._routing(batch).old_policy())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
@@ -181,9 +179,7 @@ class MegatronTrainer:
         """
         if self._ppo is None:
             raise ValueError("this trainer has no critic; it has one with --advantage-estimator ppo")
-        wanted = np.ones(len(batch.tokens), dtype=np.bool_)
-        wanted[batch.cu_seqlens[:-1]] = False
-        return self._ppo.critic.values(batch, wanted, np.zeros(batch.num_samples, np.bool_)).of_tokens
+        return self._ppo.critic.values(batch, _all_but_first(batch), np.zeros(batch.num_samples, np.bool_)).of_tokens
 
     # Training
 
@@ -211,9 +207,11 @@ class MegatronTrainer:
         if policy_loss and (len(batch.steps) > 1 or reads_old):
             with timed("log_probs"):
                 old = self._batch_log_probs(batch, mask, routing=routing.old_policy())
-        if self._others.reference is not None:
-            with timed("ref_log_probs"), self._others.reference.in_place():
-                reference = self._batch_log_probs(batch, mask, "ref_")
+        others, log_probs = self._others, partial(self._batch_log_probs, batch)
+        if others.reference is not None:
+            with timed("ref_log_probs"), others.reference.in_place():
+                reference = log_probs(mask, "ref_")
+        batch = others.with_teacher(batch, mask, log_probs, timed)
         if self._ppo is not None:
             with timed("values"):
                 batch, of_values = self._ppo.with_advantages(batch, old, reference)
@@ -229,10 +227,13 @@ class MegatronTrainer:
             with timed("critic_train"):
                 metrics |= self._ppo.critic.train(batch, mask)
         if trains_policy:
-            learnt, columns = batch, micro_loss.Columns.of(batch, old, reference, algo)
+            # The old policy is the one that sampled.
+            of_sampler = partial(log_probs, routing=routing.sampler())
+            first = others.log_probs_of_sampler(batch, mask, old, of_sampler, timed, metrics)
+            learnt, columns = batch, micro_loss.Columns.of(batch, first, reference, algo)
             if policy_loss and algo.removes_tokens:
-                assert old is not None, "what is rejected must be known before the first step"
-                learnt, of_correction = correction.without_rejected(batch, old, self._config)
+                assert first is not None, "what is rejected must be known before the first step"
+                learnt, of_correction = correction.without_rejected(batch, first, self._config)
                 metrics |= of_correction
             with timed("actor_train"):
                 results = [self._train_step(learnt, k, columns, routing) for k in range(len(batch.steps))]
@@ -243,12 +244,10 @@ class MegatronTrainer:
         metrics |= self._others.trained(batch.rollout_id) | routing.metrics()
         if old is not None and policy_loss:
             metrics |= agreement_metrics(batch, mask, old, reference)
-        metrics["train/step"] = float(self._step)
-        metrics["train/tokens"] = float(len(batch.tokens))
-        metrics["train/global_batch_size"] = float(batch.global_batch_size)
-        metrics |= speed.speed_metrics(
-            metrics, batch, self._model, num_devices=self._world_size, peak_tflops=self._peak_tflops
-        )
+        counts = {"step": self._step, "tokens": len(batch.tokens), "global_batch_size": batch.global_batch_size}
+        metrics |= {f"train/{name}": float(count) for name, count in counts.items()}
+        world_size, peak = self._world_size, self._peak_tflops
+        metrics |= speed.speed_metrics(metrics, batch, self._model, num_devices=world_size, peak_tflops=peak)
         return metrics | speed.memory_metrics(self._platform.device_type)
 
     def take_spans(self) -> list[Span]:
@@ -290,6 +289,7 @@ class MegatronTrainer:
 
         A bucket is valid until the next but one is asked for. All ranks must iterate to the end.
         """
+        self._others.published(version)
         outlines, limit = shards.outlines(self._names, self._homes), self._config.sync.update_weight_buffer_size
         return outgoing.send_buckets(self._writer, outlines, self._hf_tensors(), limit, version)
 
@@ -347,14 +347,10 @@ class MegatronTrainer:
         Raises: TrainingError naming the ranks that could not write, and why.
         """
         assert self._save is not None, "no checkpoint was begun"
-        try:
-            done = self._save.end(wait=wait)
-        except BaseException:
-            self._save = None
-            raise
-        if done:
-            self._save = None
-        return done
+        save, self._save = self._save, None  # after an error, too
+        if not save.end(wait=wait):
+            self._save = save
+        return self._save is None
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; with --finetune the weights alone, and the counter stays 0.
@@ -363,12 +359,9 @@ class MegatronTrainer:
         """
         settings = self._config.checkpoint
         with_optimizer = not (settings.no_load_optim or settings.finetune)
+        critic, reference = self._critic_model, None if settings.finetune else self._others.reference
         counters = checkpoint.load(
-            self._policy,
-            Path(path),
-            with_optimizer=with_optimizer,
-            critic=self._critic_model,
-            reference=None if settings.finetune else self._others.reference,
+            self._policy, Path(path), with_optimizer=with_optimizer, critic=critic, reference=reference
         )
         if not settings.finetune:
             self._step = counters["step"]
@@ -398,3 +391,10 @@ class MegatronTrainer:
         for trained in self._trained:
             trained.release()
         parallel.stop()
+
+
+def _all_but_first(batch: TrainBatch) -> Bools:
+    """[T] all tokens that something predicts."""
+    wanted = np.ones(len(batch.tokens), dtype=np.bool_)
+    wanted[batch.cu_seqlens[:-1]] = False
+    return wanted
