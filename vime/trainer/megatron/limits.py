@@ -291,7 +291,7 @@ EXPERTS: dict[str, tuple[Any, str]] = {
     "moe_router_dtype": ("fp32", "it is the precision that chooses the experts the checkpoint was trained with"),
     "moe_router_bias_update_rate": (0.0, "the experts' biases stay the checkpoint's"),
     "moe_router_force_load_balancing": (False, "random routing is for benchmarks of other trainers"),
-    "moe_enable_routing_replay": (False, "replay has settings of its own: --use-routing-replay"),
+    "moe_enable_routing_replay": (False, "use --use-rollout-routing-replay or --use-routing-replay"),
     "moe_input_jitter_eps": (None, "a log-prob must not depend on noise"),
     "moe_token_dropping": (False, _NO_DROPPING),
     "moe_expert_capacity_factor": (None, _NO_DROPPING),
