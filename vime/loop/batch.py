@@ -93,13 +93,7 @@ def make_train_batch(
     if model is not None:
         costs = sample_flops(model, lengths.tolist(), np.add.reduceat(mask, cu_seqlens[:-1], dtype=np.int64).tolist())
     steps = _plan(
-        lengths,
-        trajectory_ids,
-        costs,
-        global_batch_size=global_batch_size,
-        dp_size=dp_size,
-        sizes=sizes,
-        train=train,
+        lengths, trajectory_ids, costs, global_batch_size=global_batch_size, dp_size=dp_size, sizes=sizes, train=train
     )
     metrics: Metrics = {}
     advantages: npt.NDArray[np.float64] | None = None
