@@ -167,7 +167,7 @@ def test_log_probs_and_entropy(case, dtype):
 # A float32 logit of 1000 has steps of 6e-5: more than the tolerance, whoever computes.
 @each_case("logprob", where=lambda case: np.abs(case["inputs"]["logits"][0]).max() < 100)
 def test_the_trainers_log_probs_over_a_support(case, dtype, key, chunk_size):
-    """Which tokens a support has is the engine's to say: tests/agreement compares its choice with these cases."""
+    """Which tokens a support has is the engine's to say."""
     logits = torch.tensor(case["inputs"]["logits"])  # of hidden states that are logits, by a head that is the identity
     tokens = np.array(case["inputs"]["tokens"])
     sizes = [len(ids) for ids in case["expected"][key]]
