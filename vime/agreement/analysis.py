@@ -24,7 +24,7 @@ from vime.agreement.explain import (
     verdict_on_trainer,
 )
 from vime.agreement.hf_model import WIDER, HfModel
-from vime.agreement.tokens import Tokens
+from vime.agreement.tokens import Floats, Tokens
 from vime.config import Config
 from vime.platform.base import Platform
 
@@ -84,18 +84,24 @@ class Analysis:
 
 
 def analyse(
-    tokens: Tokens, weights: Weights, means: Means, *, make: Callable[[Mapping[str, Any], float], Comparison]
+    tokens: Tokens,
+    weights: Weights,
+    means: Means,
+    *,
+    make: Callable[[Mapping[str, Any], float], Comparison],
+    fresh: Floats | None = None,
 ) -> Analysis:
     """Score the tokens by everybody, one after the other, and find out what the differences come from.
 
-    Args: make: (scores, temperature) -> the comparison, with what is known of the rollout.
+    Args:
+        make: (scores, temperature) -> the comparison, with what is known of the rollout.
+        fresh: [N] log-probs at temperature 1 by a new engine, where it has given them already.
     Raises: EngineError, ConfigError as the engine and the trainer do.
     """
     temperature = means.config.rollout.rollout_temperature
     scores: dict[str, Any] = {ENGINE: tokens.engine}
     looked = range(min(means.num_inside, len(tokens.samples)))
-    fresh = None
-    if means.start_engine is not None:  # before anything else lies on the device
+    if fresh is None and means.start_engine is not None:  # before anything else lies on the device
         with means.start_engine(weights.sampled) as engine:
             fresh = tokens.pick(engine.log_probs(tokens.sequences))
     device, wide = means.platform.device_type, WIDER[weights.dtype]

@@ -10,6 +10,8 @@ from typing import Any
 
 from vime.agreement.analysis import Analysis, Means, Weights, analyse
 from vime.agreement.comparison import Comparison, RunFigures
+from vime.agreement.engine import FreshEngine, engine_starter
+from vime.agreement.own_rollouts import own_prompts
 from vime.agreement.run_files import Pair, RunFiles, SavedWeights, pairs_of
 from vime.agreement.tokens import select
 from vime.config import Config
@@ -18,7 +20,11 @@ from vime.config.hf import read_model_config
 from vime.errors import ConfigError
 from vime.loop.staleness import version_after
 from vime.observability.rollout_file import read_rollout
+from vime.protocols import SamplingParams
 from vime.types import PolicyVersion, Sample
+
+_OWN_SAMPLES, _OWN_TOKENS = 4, 64
+"""Of each prompt, where a checkpoint has no rollouts."""
 
 
 def planned(
@@ -83,16 +89,45 @@ def analyse_step(
 
 
 def analyse_samples(
-    samples: Sequence[Sample], folder: Path, means: Means, *, max_samples: int | None, origin: str
+    samples: Sequence[Sample],
+    folder: Path,
+    means: Means,
+    *,
+    max_samples: int | None,
+    origin: str,
+    engine: FreshEngine | None = None,
 ) -> Analysis:
-    """Samples that an HF checkpoint is said to have sampled, whatever versions they carry."""
+    """Samples that an HF checkpoint is said to have sampled, whatever versions they carry.
+
+    Args: engine: one that runs with the checkpoint; it scores the samples, and is ended before anybody else does.
+    """
     tokens = select(samples, None, max_samples=max_samples)
+    fresh = None
+    if engine is not None:
+        fresh = tokens.pick(engine.log_probs(tokens.sequences)) if means.start_engine is not None else None
+        engine.stop()
 
     def make(scores: Mapping[str, Any], temperature: float) -> Comparison:
         return Comparison(None, 0, origin, tokens, temperature, scores, None)
 
     dtype = run_dtype(means.config.megatron, read_model_config(str(folder)))
-    return analyse(tokens, Weights(sampled=folder, others={}, dtype=dtype), means, make=make)
+    return analyse(tokens, Weights(sampled=folder, others={}, dtype=dtype), means, make=make, fresh=fresh)
+
+
+def analyse_checkpoint(folder: Path, means: Means, *, max_samples: int | None = None) -> Analysis:
+    """An HF checkpoint, on samples that an engine started for it makes of prompts of our own.
+
+    Raises: EngineError if the engine does not start; as `analyse`.
+    """
+    rollout = means.config.rollout
+    context = rollout.rollout_max_context_len or int(read_model_config(str(folder))["max_position_embeddings"])
+    sampling = SamplingParams(
+        temperature=rollout.rollout_temperature, n=_OWN_SAMPLES, max_tokens=min(_OWN_TOKENS, context // 2), seed=0
+    )
+    with engine_starter(means.config, means.platform)(folder) as engine:
+        samples = engine.sample(own_prompts(folder), sampling)
+        origin = f"{folder}, on samples of its own"
+        return analyse_samples(samples, folder, means, max_samples=max_samples, origin=origin, engine=engine)
 
 
 def _neighbours(version: PolicyVersion, weights: Mapping[PolicyVersion, SavedWeights]) -> list[SavedWeights]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,16 +17,22 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from vime.config import Config
+from vime.config.hf import read_model_config
 from vime.engine.vllm.answers import parse_completions, request_body
 from vime.engine.vllm.processes import local_client
 from vime.engine.vllm.server import SERVED_MODEL_NAME, EngineServer
-from vime.errors import EngineError
+from vime.errors import ConfigError, EngineError
+from vime.orchestration.engine_settings import engine_arguments
+from vime.platform.base import Platform
 from vime.protocols import GenerateRequest, SamplingParams
 from vime.types import Sample, SampleStatus
 
 _PATH = "/inference/v1/generate"
 _REQUEST_TIMEOUT_S = 600.0
 _AT_A_TIME = 16
+_MEMORY_SHARE = 0.5
+"""Of a CUDA device: HF and the trainer may have been on it before, and leave a part."""
 _VERSION = 0  # of the weights an engine was started with
 
 
@@ -63,6 +73,10 @@ class FreshEngine:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it; harmless when it has ended."""
         self._http.close()
         self._server.stop()
 
@@ -117,3 +131,31 @@ class FreshEngine:
             self._server.check_alive()
             raise EngineError(f"{self._server.url}{_PATH} answered {answer.status_code}: {answer.text[:500]}")
         return dict(answer.json())
+
+
+def engine_starter(config: Config, platform: Platform) -> Callable[[Path], FreshEngine]:
+    """A function of an HF checkpoint's folder, that gives an engine as a run's are, on one device.
+
+    Raises: ConfigError with what the machine lacks.
+    """
+    if missing := platform.missing():
+        raise ConfigError(missing)
+    alone = replace(config, cluster=replace(config.cluster, rollout_num_gpus_per_engine=1))
+
+    def start(folder: Path) -> FreshEngine:
+        hf = read_model_config(str(folder))
+        arguments = engine_arguments(alone, platform, hf)
+        # One more than the run's: a sequence that fills the context is scored, and a token sampled behind it.
+        arguments["max_model_len"] = min(arguments["max_model_len"] + 1, int(hf["max_position_embeddings"]))
+        if platform.device_type == "cuda":
+            arguments.setdefault("gpu_memory_utilization", _MEMORY_SHARE)
+        return FreshEngine(
+            folder,
+            arguments=arguments,
+            environment=platform.engine_environment(1),
+            key=secrets.token_urlsafe(32),
+            log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}" / "engine.log",
+            start_timeout_s=config.log.engine_start_timeout_s,
+        )
+
+    return start

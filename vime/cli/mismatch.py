@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +13,7 @@ from vime.errors import ConfigError, VimeError
 
 if TYPE_CHECKING:
     from vime.agreement.analysis import Analysis, Means
-    from vime.agreement.engine import FreshEngine
     from vime.config import Config
-    from vime.platform.base import Platform
 
 _DESCRIPTION = """\
 Compares log-probs of the same tokens under the same weights: what the engine said when it sampled them, what the
@@ -29,7 +24,7 @@ RUN needs rollouts (kept unless --no-save-rollouts) and weights saved during tra
 versions stamped on the tokens say so, and what does not match is not compared.
 
 CHECKPOINT is an HF checkpoint: --rollouts names a file that it sampled, or an engine is started that samples some."""
-_OWN_SAMPLES, _OWN_TOKENS, _OWN_CONTEXT = 4, 64, 1024
+_OWN_CONTEXT = 1024
 
 
 def run(argv: Sequence[str]) -> int:
@@ -129,32 +124,26 @@ def _of_run(arguments: argparse.Namespace, report: dict[str, Any]) -> Iterator[A
 
 
 def _of_checkpoint(arguments: argparse.Namespace) -> Iterator[Analysis]:
-    from vime.agreement.compare import analyse_samples
-    from vime.agreement.own_rollouts import own_prompts
+    from vime.agreement.compare import analyse_checkpoint, analyse_samples
     from vime.config import Config, RolloutConfig
     from vime.config.hf import read_model_config
     from vime.observability.rollout_file import read_rollout
-    from vime.protocols import SamplingParams
 
     folder: Path = arguments.target
     context = min(_OWN_CONTEXT, int(read_model_config(str(folder)).get("max_position_embeddings", _OWN_CONTEXT)))
-    config = Config(rollout=RolloutConfig(rollout_temperature=arguments.temperature, rollout_max_context_len=context))
-    means = _means(arguments, config)
-    if arguments.rollouts is not None:
-        samples = [sample for group in read_rollout(arguments.rollouts) for sample in group.samples]
-        origin = f"{folder}, on {arguments.rollouts}"
+    rollout = RolloutConfig(rollout_temperature=arguments.temperature, rollout_max_context_len=context)
+    means = _means(arguments, Config(rollout=rollout))
+    most = arguments.max_samples or None
+    if arguments.rollouts is None:
+        yield analyse_checkpoint(folder, means, max_samples=most)
     else:
-        sampling = SamplingParams(
-            temperature=arguments.temperature, n=_OWN_SAMPLES, max_tokens=min(_OWN_TOKENS, context // 2), seed=0
-        )
-        with _engine_starter(config, means.platform)(folder) as engine:
-            samples = engine.sample(own_prompts(folder), sampling)
-        origin = f"{folder}, on samples of its own"
-    yield analyse_samples(samples, folder, means, max_samples=arguments.max_samples or None, origin=origin)
+        samples = [sample for group in read_rollout(arguments.rollouts) for sample in group.samples]
+        yield analyse_samples(samples, folder, means, max_samples=most, origin=f"{folder}, on {arguments.rollouts}")
 
 
 def _means(arguments: argparse.Namespace, config: Config) -> Means:
     from vime.agreement.analysis import Means
+    from vime.agreement.engine import engine_starter
     from vime.platform import get_platform
 
     platform = get_platform(_device(arguments.device))
@@ -162,37 +151,8 @@ def _means(arguments: argparse.Namespace, config: Config) -> Means:
         config=config,
         platform=platform,
         with_trainer=not arguments.no_trainer,
-        start_engine=_engine_starter(config, platform) if arguments.engine else None,
+        start_engine=engine_starter(config, platform) if arguments.engine else None,
     )
-
-
-def _engine_starter(config: Config, platform: Platform) -> Callable[[Path], Any]:
-    """A function of an HF checkpoint, that gives an engine as the run's were, on one device."""
-    from vime.agreement.engine import FreshEngine
-    from vime.config.hf import read_model_config
-    from vime.orchestration.engine_settings import engine_arguments
-
-    if missing := platform.missing():
-        raise ConfigError(missing)
-    alone = replace(config, cluster=replace(config.cluster, rollout_num_gpus_per_engine=1))
-
-    def start(folder: Path) -> FreshEngine:
-        hf = read_model_config(str(folder))
-        arguments = engine_arguments(alone, platform, hf)
-        # One more than the run's: a sequence that fills the context is scored, and a token sampled behind it.
-        arguments["max_model_len"] = min(arguments["max_model_len"] + 1, int(hf["max_position_embeddings"]))
-        if platform.device_type == "cuda":
-            arguments.setdefault("gpu_memory_utilization", 0.5)
-        return FreshEngine(
-            folder,
-            arguments=arguments,
-            environment=platform.engine_environment(1),
-            key=secrets.token_urlsafe(32),
-            log_path=Path(tempfile.gettempdir()) / "vime_mismatch" / "engine.log",
-            start_timeout_s=config.log.engine_start_timeout_s,
-        )
-
-    return start
 
 
 def _hf_checkpoint(given: Path | None, of_run: str) -> Path | None:

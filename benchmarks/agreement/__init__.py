@@ -1,0 +1,1 @@
+"""How well HF, trainer and engine agree: python -m benchmarks.agreement --cpu"""

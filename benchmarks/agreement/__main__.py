@@ -1,0 +1,156 @@
+"""How well HF, trainer and engine agree on the same tokens under the same weights.
+
+    python -m benchmarks.agreement --cpu                 # float32, tiny models, minutes
+    python -m benchmarks.agreement --cuda                # the same in bf16, within HF's own rounding
+    python -m benchmarks.agreement --drift RUN …         # finished runs: no upward drift
+    python -m benchmarks.agreement --drift DENSE --without RUN … --with RUN …    # and R3 beside them, seed by seed
+
+--cpu and --cuda make a small random dense model and a small random mixture of experts, let an engine sample from each,
+and score the samples by trainer and HF. A row is a model; `without R3` says that the trainer routes by itself. Exit
+code 0: every row is there and within its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.agreement.runs import MAX_DRIFT, MAX_RATIO, drift, ratio, read_differences  # noqa: E402
+
+FLOAT32_BOUND = 1e-5
+ROWS: Mapping[str, Mapping[str, Any]] = {
+    "dense": {"family": "qwen3"},
+    "experts, without R3": {"family": "qwen3_moe"},
+}
+"""Row -> what `vime init-model` makes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a model; mean absolute differences in nats."""
+
+    name: str
+    dtype: str
+    num_tokens: int
+    trainer_engine: float
+    hf_engine: float
+    hf_trainer: float
+    rounding: float
+    """Of HF in the run's dtype to the wider one."""
+    bound: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether trainer and engine, and HF and each, are at most the bound apart."""
+        return all(x <= self.bound for x in (self.trainer_engine, self.hf_engine, self.hf_trainer))
+
+
+def measure(name: str, shape: Mapping[str, Any], platform: Any, folder: Path, *, dtype: str) -> Row:
+    """Make the model, sample from it, score by everybody."""
+    from vime.agreement.analysis import Means
+    from vime.agreement.compare import analyse_checkpoint
+    from vime.agreement.comparison import ENGINE, TRAINER
+    from vime.agreement.explain import precision_bound
+    from vime.cli.init_model import init_model
+    from vime.cli.tiny_model import TinyModel
+    from vime.config import Config, RolloutConfig
+
+    init_model(folder, TinyModel(vocab="bytes", dtype=dtype, **shape))
+    config = Config(rollout=RolloutConfig(rollout_max_context_len=128))
+    comparison = analyse_checkpoint(folder, Means(config=config, platform=platform)).comparison
+    narrow, wide = [who for who in comparison.scores if who.startswith("HF")]
+    rounding = comparison.difference(narrow, wide).mean
+    return Row(
+        name=name,
+        dtype=dtype,
+        num_tokens=len(comparison.tokens.place),
+        trainer_engine=comparison.difference(TRAINER, ENGINE).mean,
+        hf_engine=comparison.difference(wide, ENGINE).mean,
+        hf_trainer=comparison.difference(wide, TRAINER).mean,
+        rounding=rounding,
+        bound=FLOAT32_BOUND if dtype == "float32" else precision_bound(rounding, dtype),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | dtype | tokens | trainer - engine | HF - engine | HF - trainer | HF's own rounding | bound | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        figures = (r.trainer_engine, r.hf_engine, r.hf_trainer, r.rounding, r.bound)
+        verdict = "within" if r.is_within else "ABOVE"
+        lines.append(
+            f"| {r.name} | {r.dtype} | {r.num_tokens} | " + " | ".join(f"{f:.1e}" for f in figures) + f" | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def models(device: str, out: Path | None) -> int:
+    """Every row. Returns: 0 if all are there and within their bounds."""
+    from vime.platform import get_platform
+
+    platform, dtype = get_platform(device), "float32" if device == "cpu" else "bfloat16"
+    rows = []
+    scratch = Path(tempfile.mkdtemp(prefix="vime_agreement_"))
+    try:
+        for number, (name, shape) in enumerate(ROWS.items()):
+            rows.append(measure(name, shape, platform, scratch / str(number), dtype=dtype))
+            print(f"agreement: {name}: trainer - engine {rows[-1].trainer_engine:.2e}", flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        print(table(rows))
+        if out is not None:
+            out.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+    return 0 if [row.name for row in rows] == list(ROWS) and all(row.is_within for row in rows) else 1
+
+
+def runs(drifting: Sequence[Path], without: Sequence[Path], with_r3: Sequence[Path]) -> int:
+    """Judge finished runs. Returns: 0 if none drifts, and R3 lowers the difference where both are given."""
+    fine = True
+    means: dict[Path, float] = {}
+    for run in [*drifting, *without, *with_r3]:
+        found = drift(read_differences(run))
+        means[run] = found.mean
+        judged = run in drifting
+        fine &= found.is_small or not judged
+        bound = f", at most {MAX_DRIFT * found.mean:.1e} wanted" if judged else ""
+        print(f"{run}: mean {found.mean:.3e}, rise over the run {found.rise:+.1e} ± {2 * found.error:.1e}{bound}")
+    if without or with_r3:
+        r = ratio([means[run] for run in with_r3], [means[run] for run in without])
+        fine &= r.is_lower
+        print(f"with R3 / without: {r.value:.3f} (95 %: {r.low:.3f} to {r.high:.3f}); at most {MAX_RATIO} wanted")
+    return 0 if fine else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="tiny models in float32")
+    parser.add_argument("--cuda", action="store_true", help="tiny models in bf16")
+    parser.add_argument("--drift", type=Path, nargs="+", default=[], help="folders of runs that must not drift")
+    parser.add_argument("--without", type=Path, nargs="+", default=[], help="folders of runs without R3, by seed")
+    parser.add_argument("--with", dest="with_r3", type=Path, nargs="+", default=[], help="with R3, seeds in that order")
+    parser.add_argument("--out", type=Path, help="JSON file of the rows")
+    given = parser.parse_args(argv)
+    if given.cpu + given.cuda + bool(given.drift or given.without or given.with_r3) != 1:
+        parser.error("give one of --cpu, --cuda, and folders of runs")
+    if len(given.without) != len(given.with_r3):
+        parser.error(f"{len(given.without)} runs without R3 and {len(given.with_r3)} with; one of each seed is needed")
+    if given.cpu or given.cuda:
+        return models("cpu" if given.cpu else "cuda", given.out)
+    return runs(given.drift, given.without, given.with_r3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

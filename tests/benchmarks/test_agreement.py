@@ -1,0 +1,71 @@
+"""benchmarks/agreement: its verdict on rows and on runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.agreement import __main__ as agreement
+from benchmarks.agreement.runs import METRIC, drift, ratio, read_differences
+
+ROW = agreement.Row("dense", "float32", 100, 1e-6, 2e-6, 3e-6, 1e-6, 1e-5)
+
+
+def write_run(folder: Path, values: list[float]) -> Path:
+    folder.mkdir()
+    rows = [{"step": k, "train/step": k, METRIC: v} for k, v in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": -1, "eval/x": 1.0}, *rows])) + "\n")
+    return folder
+
+
+def test_a_row_is_judged_by_its_largest_difference() -> None:
+    assert ROW.is_within
+    for name in ("trainer_engine", "hf_engine", "hf_trainer"):
+        assert not replace(ROW, **{name: 1.1e-5}).is_within
+        assert not replace(ROW, **{name: float("nan")}).is_within
+    assert "ABOVE" in agreement.table([replace(ROW, trainer_engine=1.0)])
+
+
+@pytest.mark.parametrize(("bad", "code"), [("none", 0), ("dense", 1), ("experts, without R3", 1)])
+def test_a_row_that_failed_is_an_exit_code(
+    bad: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(name: str, *_: object, **__: object) -> agreement.Row:
+        return replace(ROW, name=name, trainer_engine=1.0 if name == bad else 0.0)
+
+    monkeypatch.setattr(agreement, "measure", measure)
+    assert agreement.main(["--cpu", "--out", str(tmp_path / "rows.json")]) == code
+    assert [row["name"] for row in json.loads((tmp_path / "rows.json").read_text())] == list(agreement.ROWS)
+
+
+def test_the_rise_of_a_run_is_that_of_its_line() -> None:
+    found = drift([1.0, 1.1, 1.2, 1.3, 1.4])
+    assert found.mean == pytest.approx(1.2) and found.rise == pytest.approx(0.4) and found.error < 1e-9
+    assert not found.is_small and drift([1.0, 1.02, 1.04]).is_small and drift([2.0, 1.0, 0.5]).is_small
+    assert drift([1.0, 1.2, 0.9, 1.1]).error > 0.05
+    with pytest.raises(ValueError, match="3 steps"):
+        drift([1.0, 2.0])
+
+
+def test_a_ratio_has_the_interval_of_its_seeds() -> None:
+    found = ratio([0.7, 0.72, 0.68], [1.0, 1.0, 1.0])
+    assert found.value == pytest.approx(0.7, abs=0.001) and found.low < 0.68 and 0.72 < found.high < 0.8
+    assert found.is_lower
+    assert not ratio([0.5, 1.1], [1.0, 1.0]).is_lower  # two seeds that say different things
+    with pytest.raises(ValueError, match="2 to 10"):
+        ratio([1.0], [1.0])
+
+
+def test_runs_are_judged_from_their_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat, rising = write_run(tmp_path / "flat", [1.0, 1.1, 0.9, 1.0]), write_run(tmp_path / "rising", [1.0, 2.0, 3.0])
+    assert read_differences(flat) == [1.0, 1.1, 0.9, 1.0]
+    assert agreement.main(["--drift", str(flat)]) == 0 and agreement.main(["--drift", str(rising)]) == 1
+    without = [write_run(tmp_path / f"without{k}", [1.0, 1.1, 0.9 + k / 100]) for k in range(2)]
+    lower = [write_run(tmp_path / f"with{k}", [0.7, 0.71, 0.69 + k / 100]) for k in range(2)]
+    words = ["--without", *map(str, without), "--with", *map(str, lower)]
+    swapped = ["--without", *map(str, lower), "--with", *map(str, without)]
+    assert agreement.main(words) == 0 and agreement.main(swapped) == 1
+    assert "with R3 / without: 0.7" in capsys.readouterr().out
