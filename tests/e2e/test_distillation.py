@@ -56,3 +56,23 @@ def test_a_student_learns_from_a_served_teacher(
         with torch.no_grad():
             log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         assert sample.teacher_log_probs == pytest.approx(log_probs[-sample.response_length :].tolist(), abs=1e-4)
+
+
+def test_a_teacher_in_the_trainer_and_the_weights_that_sampled(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path
+) -> None:
+    """One step ahead each rollout but the first is of the version before, whose weights are still there."""
+    teacher, folder = tmp_path / "teacher", tmp_path / "run"
+    command = [sys.executable, "-m", "vime.cli.main", "init-model", str(teacher), "--seed", "5"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    run_train(
+        *grpo_flags,
+        *("--skip-eval-before-train", "--num-rollout", "3", "--run-dir", str(folder), "--ref-update-interval", "2"),
+        *("--use-opd", "--opd-teacher-load", str(teacher), "--keep-old-actor"),
+        program="train_async.py",
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/opd_kl" in row]
+    assert [row.get("train/old_actor_ratio") for row in steps] == [None, 1.0, 1.0]
+    assert [row["train/reference_rollout"] for row in steps] == [-1, 1, 1]
+    assert all(abs(row["train/ppo_kl"]) < 1 for row in steps) and all("perf/teacher_log_probs_time" in r for r in steps)
