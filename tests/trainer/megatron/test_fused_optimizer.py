@@ -1,8 +1,11 @@
 """One call for all parameters gives what Megatron's loops and torch's plain Adam give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from vime.platform import get_platform
@@ -42,6 +45,15 @@ def test_a_trainer_uses_them(model_folder, make_trainer):
     make_trainer(folder)
     assert clip_grads.l2_norm_impl is fused_optimizer.l2_norm
     assert clip_grads.multi_tensor_scale_impl is fused_optimizer.scale
+
+
+def test_an_optimizer_without_parameters_as_on_a_stage_of_dense_layers_copies_nothing():
+    fused_optimizer.install()
+    halves = ("shard_fp32_from_float16_groups", "model_float16_groups", "shard_fp32_groups", "model_fp32_groups")
+    groups = {name: [[]] for name in halves}
+    config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
+    empty = SimpleNamespace(is_stub_optimizer=False, config=config, **groups)
+    DistributedOptimizer._copy_main_params_to_model_params(empty)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

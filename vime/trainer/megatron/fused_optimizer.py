@@ -32,8 +32,10 @@ def install() -> None:
     def copy(self: Any) -> None:
         if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             original(self)
-        else:
-            torch._foreach_copy_(*_masters_and_weights(self))
+            return
+        weights, masters = _masters_and_weights(self)
+        if weights:  # a pipeline stage of dense layers has none in the experts' optimizer, and torch wants some
+            torch._foreach_copy_(weights, masters)
 
     setattr(copy, _MARK, True)
     DistributedOptimizer._copy_main_params_to_model_params = copy
