@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from vime.models import family_of
-from vime.trainer.megatron.layers import apply_rope
-from vime.trainer.megatron.rope import inverse_frequencies
+from vime.trainer.megatron.rope import apply_rope, inverse_frequencies
 
 SIZES = {
     "vocab_size": 64,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -33,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from vime.trainer.megatron.experts import is_moe_layer, moe_spec
+from vime.trainer.megatron.heads import PackedSelfAttention
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.routed_layers import RoutedLayer
 
@@ -58,10 +58,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Causal grouped-query attention over packed sequences, RoPE included.
+    """Causal grouped-query attention over packed sequences.
 
-    RoPE is applied here, not by Megatron, whose packed form loops over the sequences in Python: the tables come with
-    the micro-batch. Stands where Megatron's DotProductAttention would; called by SelfAttention.
+    Stands where Megatron's DotProductAttention would; called by `PackedSelfAttention`, which has applied RoPE.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         Returns: [T, H * D].
         """
         packed = packed_seq_params
-        query, key = apply_rope(query, packed.cos, packed.sin), apply_rope(key, packed.cos, packed.sin)
         if packed.split is not None:
             # One collective for both. Its backward sums each rank's gradients by the keys and values it has.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
@@ -120,49 +118,6 @@ def uses_varlen_kernel(device_type: str, dtype: torch.dtype, head_width: int) ->
     """
     fits = head_width % 8 == 0 and head_width <= 256
     return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its token's position, rounded once, as vLLM's kernels do; HF rounds every product.
-
-    Args:
-        x: [T, heads, D].
-        cos, sin: [T, 1, W / 2] in x's dtype; the first W of each head's D elements are rotated.
-    Returns: [T, heads, D].
-    """
-    rotated: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-class _Rope(torch.autograd.Function):
-    """The rotation; its backward is the rotation by the opposite angle, so nothing but the tables is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotation(x)(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotation(grads[0])(grads[0], cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    half = cos.shape[-1]
-    a, b = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
-    cos, sin = cos.to(wide), sin.to(wide)
-    rotated = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
-    return torch.cat([*rotated, x[..., 2 * half :]] if 2 * half < x.shape[-1] else rotated, -1)
-
-
-_rotate_compiled = torch.compile(_rotate, dynamic=True)
-
-
-def _rotation(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One kernel instead of seven on CUDA; on the CPU compiling would cost more than it saves."""
-    return _rotate_compiled if x.is_cuda else _rotate
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
@@ -276,7 +231,7 @@ def layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     """One decoder layer, dense or with experts. Args: layer: its number, counted from 0 over the whole model."""
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,

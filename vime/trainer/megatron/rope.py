@@ -1,6 +1,11 @@
-"""Rotary position embedding: angles per position, computed as transformers does, whose weights these are."""
+"""Rotary position embedding: angles per position, computed as transformers does, whose weights these are; rotations.
+
+T packed tokens, D head width.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,3 +47,39 @@ def _scaled(model: ModelSettings, device: torch.device) -> tuple[Tensor, float]:
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device=torch.device("cpu"))
     return frequencies.to(device), float(factor)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its token's position, rounded once, as vLLM's kernels do; HF rounds every product.
+
+    Args:
+        x: [T, heads, D].
+        cos, sin: [T, 1, W / 2] in x's dtype; the first W of each head's D elements are rotated.
+    Returns: [T, heads, D].
+    """
+    rotated: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rope(torch.autograd.Function):
+    """The rotation; its backward is the rotation by the opposite angle, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grads[0], cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` without gradients."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    half = cos.shape[-1]
+    a, b = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
+    cos, sin = cos.to(wide), sin.to(wide)
+    rotated = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
+    return torch.cat([*rotated, x[..., 2 * half :]] if 2 * half < x.shape[-1] else rotated, -1)
