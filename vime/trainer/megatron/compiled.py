@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-# Values that are rounded to the model's dtype on the way stay rounded, as they are without compilation.
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 
 
-def compiled(*by_row: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+def compiled(*by_row: int, rounds: bool = False) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """A function compiled where its first argument is on a CUDA device and `compiler_works`.
 
-    Args: by_row: the positions of arguments that are tensors with a row for each token; the first is one.
+    Args:
+        by_row: the positions of arguments that are tensors with a row for each token; the first is one.
+        rounds: whether what the function rounds to a narrower dtype on the way is to stay rounded, as it does without
+            compilation.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        fused = torch.compile(function, options=_OPTIONS)
+        fused = torch.compile(function, options={"emulate_precision_casts": rounds})
 
         @functools.wraps(function)
         def call(first: Tensor, *rest: Any) -> Result:

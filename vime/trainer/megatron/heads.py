@@ -95,12 +95,18 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        d_query, d_key, d_value = (grad.contiguous() for grad in grads)
-        found = _backward(mixed, cos, sin, d_query, d_key, d_value, q_weight, k_weight, ctx.eps)
-        return (*found, None, None, None)
+        d_mixed = torch.empty_like(mixed)
+        d_mixed[:, :, -1].copy_(grads[2])
+        d_weights: list[Tensor | None] = []
+        for is_key, grad, weight in ((False, grads[0], q_weight), (True, grads[1], k_weight)):
+            grad = grad.contiguous().view(*mixed.shape[:2], -1, mixed.shape[3])
+            _before_norm(d_mixed, mixed, grad, cos, sin, weight, ctx.eps, is_key)
+            of_weight = None if weight is None else _by_weight(mixed, grad, cos, sin, ctx.eps, is_key)
+            d_weights.append(None if of_weight is None else of_weight.to(weight.dtype))
+        return (d_mixed, *d_weights, None, None, None)
 
 
-@compiled(0, 1, 2)
+@compiled(0, 1, 2, rounds=True)
 def _forward(
     mixed: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,23 +118,43 @@ def _forward(
     )
 
 
-@compiled(0, 1, 2, 3, 4, 5)
-def _backward(
+# The way back, of keys or of queries; grad [T, G, 1 or R, D] is the gradient by the rotated ones. Written so
+# that nothing but the result leaves the kernel, for which no expression of more than four tensors may be used twice.
+
+
+@compiled(0, 1, 2, 3, 4)
+def _before_norm(
+    out: Tensor,
     mixed: Tensor,
+    grad: Tensor,
     cos: Tensor,
     sin: Tensor,
-    d_query: Tensor,
-    d_key: Tensor,
-    d_value: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
+    weight: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    query, key, _ = split(mixed)
-    of_query, of_q_weight = _before_norm(_rotated(d_query.float(), cos, -sin), query, q_weight, eps)
-    of_key, of_k_weight = _before_norm(_rotated(d_key.float(), cos, -sin), key, k_weight, eps)
-    parts = [of_query.view(*mixed.shape[:2], -1, mixed.shape[3]), of_key[:, :, None], d_value[:, :, None]]
-    return torch.cat([part.to(mixed.dtype) for part in parts], 2), of_q_weight, of_k_weight
+    is_key: bool,
+) -> None:
+    """Into `out`, like `mixed`, the gradient by the norm's input."""
+    before = _rotated(grad.float(), cos[:, None], -sin[:, None])
+    if weight is None:
+        out[:, :, _heads(is_key)] = before.to(out.dtype)
+        return
+    wide = mixed[:, :, _heads(is_key)].float()
+    scale = _scale(wide, eps)
+    unit = wide * scale
+    along = (before * (unit * weight.float())).mean(-1, keepdim=True)
+    out[:, :, _heads(is_key)] = (before * (weight.float() * scale) - unit * (scale * along)).to(out.dtype)
+
+
+@compiled(0, 1, 2, 3)
+def _by_weight(mixed: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, eps: float, is_key: bool) -> Tensor:
+    """[D] float32, the gradient by the norm's weight."""
+    wide = mixed[:, :, _heads(is_key)].float()
+    return (_rotated(grad.float(), cos[:, None], -sin[:, None]) * (wide * _scale(wide, eps))).sum((0, 1, 2))
+
+
+def _heads(is_key: bool) -> slice:
+    """Where a group has its key, or its query heads."""
+    return slice(-2, -1) if is_key else slice(0, -2)
 
 
 def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -136,25 +162,23 @@ def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return (wide * _scale(wide, eps) * weight.float()).to(x.dtype)
 
 
-def _before_norm(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Gradients by the norm's input and weight, from one by its output. Args: grad: [T, heads, D] float32."""
-    if weight is None:
-        return grad, None
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    unit = wide * scale
-    by_unit = grad * weight.float()
-    by_x = (by_unit - unit * (by_unit * unit).mean(-1, keepdim=True)) * scale
-    return by_x, (grad * unit).sum((0, 1)).to(weight.dtype)
+def _scale(wide: Tensor, eps: float) -> Tensor:
+    """[..., 1] what RMSNorm multiplies each head by."""
+    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `apply_rope`: in float32, rounded once to x's dtype."""
     half = cos.shape[-1]
     wide, c, s = x.float(), cos.float(), sin.float()
+    if 2 * half == x.shape[-1]:
+        # With the halves exchanged it is one expression of an element, which stays in one kernel with the norm.
+        halves = wide.unflatten(-1, (2, half))  # type: ignore[no-untyped-call]
+        signs = 2 * torch.arange(2, device=x.device)[:, None] - 1
+        rotated: Tensor = halves * c[..., None, :] + halves.flip(-2) * (s[..., None, :] * signs)
+        return rotated.flatten(-2).to(x.dtype)
     a, b = wide[..., :half], wide[..., half : 2 * half]
-    parts = [a * c - b * s, b * c + a * s, *([wide[..., 2 * half :]] if 2 * half < x.shape[-1] else [])]
-    return torch.cat(parts, -1).to(x.dtype)
+    return torch.cat((a * c - b * s, b * c + a * s, wide[..., 2 * half :]), -1).to(x.dtype)
