@@ -12,6 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from vime.trainer.megatron.compiled import compiled
+from vime.trainer.megatron.norms import rms_scale
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.rope import apply_rope
 
@@ -139,7 +140,7 @@ def _before_norm(
         out[:, :, _heads(is_key)] = before.to(out.dtype)
         return
     wide = mixed[:, :, _heads(is_key)].float()
-    scale = _scale(wide, eps)
+    scale = rms_scale(wide, eps)
     unit = wide * scale
     along = (before * (unit * weight.float())).mean(-1, keepdim=True)
     out[:, :, _heads(is_key)] = (before * (weight.float() * scale) - unit * (scale * along)).to(out.dtype)
@@ -149,7 +150,7 @@ def _before_norm(
 def _by_weight(mixed: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, eps: float, is_key: bool) -> Tensor:
     """[D] float32, the gradient by the norm's weight."""
     wide = mixed[:, :, _heads(is_key)].float()
-    return (_rotated(grad.float(), cos[:, None], -sin[:, None]) * (wide * _scale(wide, eps))).sum((0, 1, 2))
+    return (_rotated(grad.float(), cos[:, None], -sin[:, None]) * (wide * rms_scale(wide, eps))).sum((0, 1, 2))
 
 
 def _heads(is_key: bool) -> slice:
@@ -162,12 +163,7 @@ def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
     wide = x.float()
-    return (wide * _scale(wide, eps) * weight.float()).to(x.dtype)
-
-
-def _scale(wide: Tensor, eps: float) -> Tensor:
-    """[..., 1] what RMSNorm multiplies each head by."""
-    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rms_scale(wide, eps) * weight.float()).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

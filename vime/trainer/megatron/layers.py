@@ -33,28 +33,9 @@ from torch import Tensor
 
 from vime.trainer.megatron.experts import is_moe_layer, moe_spec
 from vime.trainer.megatron.heads import PackedSelfAttention
+from vime.trainer.megatron.norms import RMSNorm
 from vime.trainer.megatron.packing import Packed
 from vime.trainer.megatron.routed_layers import RoutedLayer
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, built as Megatron builds norms. Megatron's own wrapper refuses sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension, rounding where the engine rounds.
-
-        In half precision vLLM's CPU build rounds before and after the product with the weight, as HF does; its CUDA
-        kernel rounds after it alone, as torch does. In float32 the two are the same.
-        """
-        if x.is_cuda or x.dtype.itemsize > 2:
-            return super().forward(x)
-        return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
