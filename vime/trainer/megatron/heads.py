@@ -101,8 +101,8 @@ class _Heads(torch.autograd.Function):
         d_weights: list[Tensor | None] = []
         for is_key, grad, weight in ((False, grads[0], q_weight), (True, grads[1], k_weight)):
             grad = grad.contiguous().view(*mixed.shape[:2], -1, mixed.shape[3])
-            _before_norm(d_mixed, mixed, grad, cos, sin, weight, ctx.eps, is_key)
-            of_weight = None if weight is None else _by_weight(mixed, grad, cos, sin, ctx.eps, is_key)
+            scale = _before_norm(d_mixed, mixed, grad, cos, sin, weight, ctx.eps, is_key)
+            of_weight = None if scale is None else _by_weight(mixed, grad, cos, sin, scale, is_key)
             d_weights.append(None if of_weight is None else of_weight.to(weight.dtype))
         return (d_mixed, *d_weights, None, None, None)
 
@@ -133,27 +133,28 @@ def _before_norm(
     weight: Tensor | None,
     eps: float,
     is_key: bool,
-) -> None:
-    """Into `out`, like `mixed`, the gradient by the norm's input."""
+) -> Tensor | None:
+    """Into `out`, like `mixed`, the gradient by the norm's input. Returns: `rms_scale` of the heads with norms."""
     before = _rotated(grad.float(), cos[:, None], -sin[:, None])
     if weight is None:
-        out[:, :, _heads(is_key)] = before.to(out.dtype)
-        return
-    wide = mixed[:, :, _heads(is_key)].float()
+        out[:, :, _place(is_key)] = before.to(out.dtype)
+        return None
+    wide = mixed[:, :, _place(is_key)].float()
     scale = rms_scale(wide, eps)
     unit = wide * scale
     along = (before * (unit * weight.float())).mean(-1, keepdim=True)
-    out[:, :, _heads(is_key)] = (before * (weight.float() * scale) - unit * (scale * along)).to(out.dtype)
+    out[:, :, _place(is_key)] = (before * (weight.float() * scale) - unit * (scale * along)).to(out.dtype)
+    return scale
 
 
-@compiled(0, 1, 2, 3)
-def _by_weight(mixed: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, eps: float, is_key: bool) -> Tensor:
+@compiled(0, 1, 2, 3, 4)
+def _by_weight(mixed: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, is_key: bool) -> Tensor:
     """[D] float32, the gradient by the norm's weight."""
-    wide = mixed[:, :, _heads(is_key)].float()
-    return (_rotated(grad.float(), cos[:, None], -sin[:, None]) * (wide * rms_scale(wide, eps))).sum((0, 1, 2))
+    unit = mixed[:, :, _place(is_key)].float() * scale
+    return (_rotated(grad.float(), cos[:, None], -sin[:, None]) * unit).sum((0, 1, 2))
 
 
-def _heads(is_key: bool) -> slice:
+def _place(is_key: bool) -> slice:
     """Where a group has its key, or its query heads."""
     return slice(-2, -1) if is_key else slice(0, -2)
 

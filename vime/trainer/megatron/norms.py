@@ -65,21 +65,21 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, x.shape[-1])
-        d_x = _by_input(rows, grad, weight, ctx.eps).view(x.shape) if ctx.needs_input_grad[0] else None
-        d_weight = _by_weight(rows, grad, ctx.eps).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight, None
+        d_x, scale = _by_input(rows, grad, weight, ctx.eps)
+        d_weight = _by_weight(rows, grad, scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return d_x.view(x.shape), d_weight, None
 
 
 @compiled(0, 1)
-def _by_input(x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _by_input(x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """[T, D], and `rms_scale` of the rows."""
     wide, by_unit = x.float(), grad.float() * weight.float()
     scale = rms_scale(wide, eps)
     unit = wide * scale
-    return ((by_unit - unit * (by_unit * unit).mean(-1, keepdim=True)) * scale).to(x.dtype)
+    return ((by_unit - unit * (by_unit * unit).mean(-1, keepdim=True)) * scale).to(x.dtype), scale
 
 
-@compiled(0, 1)
-def _by_weight(x: Tensor, grad: Tensor, eps: float) -> Tensor:
+@compiled(0, 1, 2)
+def _by_weight(x: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
     """[D] float32."""
-    wide = x.float()
-    return (grad.float() * wide * rms_scale(wide, eps)).sum(0)
+    return (grad.float() * x.float() * scale).sum(0)
