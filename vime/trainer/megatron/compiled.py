@@ -48,7 +48,8 @@ def compiled(*by_row: int, rounds: bool = False) -> Callable[[Callable[..., Resu
 def compiler_works() -> bool:
     """Whether torch.compile can make kernels for the current CUDA device; tried once, and said if not.
 
-    It needs Triton and a C compiler. Without them everything is computed by the same formulas, operator by operator.
+    It needs Triton and a C compiler. Without them everything, Megatron's fused functions included, is computed by the
+    same formulas, operator by operator.
     """
     try:
         torch.compile(_probe)(torch.ones(8, device="cuda"))
@@ -59,6 +60,7 @@ def compiler_works() -> bool:
             "It needs Triton and a C compiler",
             stacklevel=2,
         )
+        torch.compiler.set_stance("force_eager")
         return False
     return True
 

@@ -22,6 +22,7 @@ from vime.config import TrainConfig
 from vime.models import ModelSettings
 from vime.models.memory import default_chunk_size
 from vime.trainer.megatron import fused_optimizer, parallel
+from vime.trainer.megatron.compiled import compiler_works
 from vime.trainer.megatron.experts import keep_router_bias_in_float32
 from vime.trainer.megatron.layers import block_spec, take_rows
 from vime.trainer.megatron.log_probs import VocabularyShard, chunked_log_probs
@@ -162,6 +163,8 @@ def build_chunks(
     Args: build: makes a chunk, given its number.
     Returns: the chunks, and their wrappers for the dtype they compute in.
     """
+    if torch.device(torch.cuda.current_device()).type == "cuda":
+        compiler_works()  # asked before Megatron's functions are compiled
     chunks: list[Chunk] = [build(chunk).cuda() for chunk in range(parallel.num_virtual_stages())]
     config = settings.transformer
     wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
