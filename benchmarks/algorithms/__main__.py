@@ -51,7 +51,7 @@ def main() -> int:
             jobs: list[Callable[[Sequence[str]], None]] = []
             for seed, name in itertools.product(seeds, in_order):
                 flags = [*budget, *settings.flags_of(name)]
-                if not record.has(name, seed, flags, warm):
+                if not record.keeps(name, seed, flags, warm):
                     jobs.append(partial(trained, lanes, record, name, seed, flags, warm, data, out))
             lanes.do(jobs)
     except LaneFailed as error:

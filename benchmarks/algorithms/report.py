@@ -88,10 +88,15 @@ class Record:
             self._runs = json.loads(self._path.read_text(encoding="utf-8"))["runs"]
         self._about = {"command": " ".join(sys.orig_argv[1:]), "note": note, **_machine(), "lanes": lanes}
 
-    def has(self, row: str, seed: int, flags: Sequence[str], warm: Path) -> bool:
-        """Whether this run is there, of these flags and from these weights."""
-        wanted = {"row": row, "seed": seed, "flags": list(flags), "start": _digest(warm)}
-        return any(all(run.get(name) == value for name, value in wanted.items()) for run in self._runs)
+    def keeps(self, row: str, seed: int, flags: Sequence[str], warm: Path) -> bool:
+        """Whether this run is there, of these flags and from these weights; one of others is forgotten."""
+        wanted = {"flags": list(flags), "start": _digest(warm)}
+        with self._lock:
+            of_row = [run for run in self._runs if (run["row"], run["seed"]) == (row, seed)]
+            if any(all(run.get(name) == value for name, value in wanted.items()) for run in of_row):
+                return True
+            self._runs = [run for run in self._runs if run not in of_row]
+            return False
 
     def add(self, run: Run, flags: Sequence[str], warm: Path) -> None:
         """Keep a run, in the place of an earlier one of its row and seed."""

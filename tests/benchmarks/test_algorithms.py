@@ -100,14 +100,16 @@ def test_results_outlive_a_stop_and_are_kept_where_nothing_changed(tmp_path: Pat
     report.Record(out, resume=False, note="busy", lanes=1).add(run, ["--lr", "1"], warm)
     again = report.Record(out, resume=True, note="", lanes=1)
     assert again.runs_of(["grpo"], [0]) == [run]
-    assert again.has("grpo", 0, ["--lr", "1"], warm)
-    assert not again.has("grpo", 1, ["--lr", "1"], warm) and not again.has("grpo", 0, ["--lr", "2"], warm)
+    assert again.keeps("grpo", 0, ["--lr", "1"], warm)
+    assert not again.keeps("grpo", 1, ["--lr", "1"], warm) and again.runs_of(["grpo"], [0]) == [run]
     again.add(replace(run, seed=1), ["--lr", "1"], warm)
     again.add(replace(run, seed=1, seconds=7.0), ["--lr", "1"], warm)
     kept = json.loads((out / "results.json").read_text())
     assert [(r["seed"], r["seconds"]) for r in kept["runs"]] == [(0, 12.0), (1, 7.0)] and kept["versions"]["torch"]
     (warm / "model.safetensors").write_bytes(b"another")
-    assert not again.has("grpo", 0, ["--lr", "1"], warm)
+    assert not again.keeps("grpo", 0, ["--lr", "1"], warm)
+    assert not again.keeps("grpo", 1, ["--lr", "2"], warm)
+    assert again.runs_of(["grpo"], [0, 1]) == [], "if the new run fails, the old one must not pass for it"
     assert report.Record(out, resume=False, note="", lanes=1).runs_of(["grpo"], [0, 1]) == []
 
 

@@ -78,7 +78,11 @@ def test_one_sample_a_prompt_needs_an_estimator_that_does_not_compare(right: Con
     alone = changed(right, rollout__n_samples_per_prompt=1)
     (found,) = problems(changed(alone, algo__advantage_estimator=name))
     assert "a group of one has advantage 0" in found
-    assert problems(changed(alone, algo__advantage_estimator="reinforce_plus_plus")) == []
+    alone = changed(alone, algo__advantage_estimator="reinforce_plus_plus")
+    assert problems(alone) == []
+    path = "vime.rollout.filters.check_reward_nonzero_std"
+    (found,) = problems(changed(alone, rollout__dynamic_sampling_filter_path=path))
+    assert "with --n-samples-per-prompt 1 every group is one" in found
 
 
 @pytest.mark.parametrize(

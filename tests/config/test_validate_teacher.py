@@ -38,6 +38,7 @@ def test_one_teacher_is_needed_and_one_is_enough(tmp_path: Path) -> None:
         (taught(opd_teacher_url=URL, opd_type="megatron"), "--opd-type is megatron, which needs --opd-teacher-load"),
         (taught(opd_teacher_url="127.0.0.1:8100"), "--opd-teacher-url is '127.0.0.1:8100', but must be an address"),
         (taught(opd_teacher_url="http://a:b@c"), "--opd-teacher-url holds a user name or password"),
+        (taught(opd_teacher_url=URL + "/v1?a=b"), "--opd-teacher-url is 'http://127.0.0.1:8100/v1?a=b', behind which"),
         (taught(opd_teacher_url=URL, coef=0.0), "--use-opd with --opd-kl-coef 0"),
         (taught(opd_teacher_url=URL, temperature=0.7), "--rollout-temperature is 0.7, but a vLLM server"),
         (taught(opd_teacher_url=URL, opd_teacher_key_file="/nowhere"), "--opd-teacher-key-file: /nowhere is not a"),

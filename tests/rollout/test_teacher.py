@@ -24,8 +24,11 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<think>": 9999, "<end>": 9990}
+
     def __len__(self) -> int:
-        return 1000
+        return 10_000
 
 
 class Server(ThreadingHTTPServer):
@@ -34,7 +37,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.models: list[dict[str, Any]] = [{"id": "big", "max_model_len": 33}]
-        self.key, self.shift, self.failures = "", 0, 0
+        self.key, self.shift, self.failures, self.unknown = "", 0, 0, -1
         self.status, self.scores, self.keys = 200, 1.0, set[str]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -44,7 +47,7 @@ class Server(ThreadingHTTPServer):
         if path == "/tokenize":
             return 200, {"tokens": [t + self.shift for t in Letters().encode(body["prompt"])]}
         if path == "/detokenize":
-            return 200, {"prompt": Letters().decode(body["tokens"])}
+            return 200, {"prompt": Letters().decode([t for t in body["tokens"] if t != self.unknown])}
         assert (path, body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("/v1/completions", "big", 1, 0)
         if self.failures:
             self.failures -= 1
@@ -141,8 +144,12 @@ def test_what_cannot_teach_is_found_before_the_run(server: Server) -> None:
     assert "serves big, and not small; give one as --opd-teacher-model" in problem(opd_teacher_model="small")
     server.models.append({"id": "other", "max_model_len": None})
     assert "serves big, other, and none is chosen" in problem()
+    server.unknown = 494
+    assert "tokenizer than --hf-checkpoint: the same ids are other text there" in problem(opd_teacher_model="big")
+    server.unknown = 9999  # all else is alike, and no text of the comparison holds it
+    assert "the same ids of added tokens, such as those of chats, are other text" in problem(opd_teacher_model="big")
     server.shift = 1
-    assert "has another tokenizer than --hf-checkpoint" in problem(opd_teacher_model="big")
+    assert "has another tokenizer than --hf-checkpoint: 'The teacher says" in problem(opd_teacher_model="big")
     server.key = "secret"
     assert "answers 401: it wants another key" in problem(key="wrong")
     server.models = [{}]

@@ -8,6 +8,8 @@ from vime.config import Config, RolloutConfig
 from vime.config.estimators import ESTIMATORS, TOKEN_MEAN, pg_loss_type
 from vime.config.modes import SFT_ROLLOUT, reads_prompts, replays
 
+_OF_EQUAL_REWARDS = "vime.rollout.filters.check_reward_nonzero_std"
+
 
 def _supervised(config: Config) -> Iterator[str]:
     if (n := config.rollout.n_samples_per_prompt) != 1:
@@ -100,6 +102,11 @@ def _rewards(config: Config) -> Iterator[str]:
         yield (
             "--overlong-buffer-len goes by the length of samples, but --custom-convert-samples-to-train-data-path "
             "makes rows of its own; take the penalty from rewards there"
+        )
+    if config.rollout.n_samples_per_prompt == 1 and config.rollout.dynamic_sampling_filter_path == _OF_EQUAL_REWARDS:
+        yield (
+            f"--dynamic-sampling-filter-path {_OF_EQUAL_REWARDS} drops groups of equal rewards, and with "
+            "--n-samples-per-prompt 1 every group is one; drop the filter, or use 2 or more"
         )
     if (
         config.rollout.n_samples_per_prompt == 1

@@ -41,6 +41,8 @@ def check_teacher(config: Config) -> Iterator[str]:
 def _server(config: Config, url: str) -> Iterator[str]:
     if problem := url_problem(url):
         yield f"--opd-teacher-url {problem}"
+    elif "?" in url or "#" in url:
+        yield f"--opd-teacher-url is {url!r}, behind which paths such as /v1/completions are put; leave ? and # out"
     if (path := config.teacher.opd_teacher_key_file) is not None and (problem := key_file_problem(Path(path))):
         yield f"--opd-teacher-key-file: {problem}"
     if config.rollout.rollout_temperature != 1.0:

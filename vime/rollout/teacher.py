@@ -133,7 +133,6 @@ class ServedTeacher:
             raise EngineError(f"--opd-teacher-url {self._url} refused {who}: status {status}: {text[:300]}")
         try:
             choice = json.loads(text)["choices"][0]
-            # On some versions beside the choices, on others in them.
             entries = choice["prompt_logprobs"]
             start = len(sample.tokens) - sample.response_length
             pairs = list(zip(sample.tokens, entries, strict=True))
@@ -180,17 +179,22 @@ class ServedTeacher:
         return []
 
     async def _tokenizer_problems(self, session: aiohttp.ClientSession, tokenizer: Any) -> list[str]:
-        """Texts must become the same ids, and ids from all over the vocabulary the same text."""
+        """Texts must become the same ids, and ids from all over the vocabulary and all added tokens the same text."""
         for text in _TEXTS:
             ours = list(tokenizer.encode(text))
             body = {"model": self._model, "prompt": text}
             theirs = (await self._json(session, "/tokenize", body)).get("tokens")
             if theirs != ours:
                 return [f"has another tokenizer than --hf-checkpoint: {text[:20]!r}… is {theirs} there, {ours} here"]
-        ids = list(range(0, len(tokenizer), max(1, len(tokenizer) // _COMPARED_IDS)))
-        theirs = (await self._json(session, "/detokenize", {"model": self._model, "tokens": ids})).get("prompt")
-        if theirs != tokenizer.decode(ids):
-            return ["has another tokenizer than --hf-checkpoint: the same ids are other text there"]
+        spread = list(range(0, len(tokenizer), max(1, len(tokenizer) // _COMPARED_IDS)))
+        # Models of one family often differ in these alone, which lie together where the others miss them.
+        added = sorted(tokenizer.get_added_vocab().values())
+        for what, ids in (("ids", spread), ("ids of added tokens, such as those of chats,", added)):
+            if not ids:
+                continue
+            theirs = (await self._json(session, "/detokenize", {"model": self._model, "tokens": ids})).get("prompt")
+            if theirs != tokenizer.decode(ids):
+                return [f"has another tokenizer than --hf-checkpoint: the same {what} are other text there"]
         return []
 
     def _session(self, timeout_s: float, connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:

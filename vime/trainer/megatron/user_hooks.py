@@ -84,7 +84,7 @@ class TrainerHooks:
         return module
 
     def before_log_probs(self, chunks: Sequence[torch.nn.Module], store_prefix: str) -> None:
-        """A forward pass without gradients comes. Args: store_prefix: "" for the policy, "ref_" for the reference."""
+        """A forward pass without gradients comes. Args: store_prefix: "" for the policy, else of whose weights."""
         if self.before_log_prob is not None:
             self.before_log_prob(self.context, _one(chunks), store_prefix)
 
