@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.agreement.models import write_model
 from vime.agreement.analysis import Analysis, Means, Weights, analyse
 from vime.agreement.comparison import Comparison
-from vime.agreement.explain import Flips, explanation, precision_bound, verdict_on_engine, verdict_on_trainer
+from vime.agreement.explain import Flips, Unexplained, precision_bound, verdict_on_engine, verdict_on_trainer
 from vime.agreement.hf_model import HfModel
 from vime.agreement.tokens import select
 from vime.config import Config, RolloutConfig
@@ -114,7 +114,7 @@ def test_one_tensor_that_was_not_brought_up_to_date(models: dict[str, Path], tmp
 
 def test_a_prefix_cache_that_was_not_reset(models: dict[str, Path]) -> None:
     now, before = hf(models["now"]), hf(models["before"])
-    samples = sampled_by([now.log_probs_after(before, s, 7) for s in sequences()])
+    samples = sampled_by(now.log_probs_after(before, sequences(), [7] * 24))
     verdict = judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"]
     assert verdict.word == "stale cache" and "of version 2" in verdict.sentence
 
@@ -173,6 +173,71 @@ def test_a_new_engine_tells_whose_fault_it_is() -> None:
 def test_noise_is_no_explanation() -> None:
     numbers = np.random.default_rng(0)
     expected, noise, cause = (numbers.normal(size=1000) for _ in range(3))
-    found = explanation("stale weights: x", expected + noise, expected, expected + cause)
+    asked = Unexplained(expected + noise, expected, noise, np.arange(1000) // 10)
+    found = asked.by("stale weights: x", expected + cause)
     assert not found.holds and abs(found.multiple) < 0.15
     assert precision_bound(1e-9, "float32") == 1e-5 and precision_bound(1e-3, "bfloat16") == 4e-3
+
+
+def sensitive(seed: int, num_tokens: int = 3000) -> tuple[np.random.Generator, np.ndarray]:
+    """A generator, and how much each token's log-prob moves: most hardly, few a lot, as those of a trained model."""
+    numbers = np.random.default_rng(seed)
+    return numbers, 1e-3 * np.exp(numbers.normal(0, 2, num_tokens))
+
+
+def test_rounding_in_few_tokens_is_no_explanation_however_many_causes_are_tried() -> None:
+    prompt = np.arange(3000) // 50
+    by_chance = []
+    for seed in range(20):
+        numbers, scale = sensitive(seed)
+        engine, own = (scale * numbers.normal(size=3000) for _ in range(2))
+        asked = Unexplained(engine, np.zeros(3000), own, prompt)
+        causes = [scale * numbers.normal(size=3000) for _ in range(60)]
+        by_chance.append(max(float(engine @ d) ** 2 / float(engine @ engine) / float(d @ d) for d in causes))
+        assert not any(asked.by("stale tensor: x", d).holds for d in causes)
+    assert max(by_chance) > 0.1  # of the squares, by the multiple that fits all tokens at once
+
+
+def test_a_cause_is_seen_in_rounding_of_few_tokens() -> None:
+    numbers, scale = sensitive(1)
+    engine, own, cause = (scale * numbers.normal(size=3000) for _ in range(3))
+    asked = Unexplained(engine + cause, np.zeros(3000), own, np.arange(3000) // 50)
+    found = asked.by("stale weights: x", cause)
+    assert found.holds and 0.5 < found.multiple < 1.1 and found.explained > 0.2
+
+
+def test_what_explains_hfs_own_rounding_as_well_is_no_cause() -> None:
+    numbers = np.random.default_rng(2)
+    lean, *noise = (numbers.normal(size=3000) for _ in range(3))
+    engine, own = (x + 0.5 * lean for x in noise)
+    prompt = np.arange(3000) // 50
+    found = Unexplained(engine, np.zeros(3000), own, prompt).by("stale weights: x", lean)
+    assert found.explained == pytest.approx(0.2, abs=0.1) and found.of_rounding == pytest.approx(0.2, abs=0.1)
+    assert not found.holds
+    assert Unexplained(engine, np.zeros(3000), noise[1], prompt).by("stale weights: x", lean).holds
+
+
+def test_layers_are_not_tried_one_by_one_where_rounding_accounts_for_it(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = sampled_by(hf(models["now"]).log_probs(sequences()))
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("a layer was tried")
+
+    monkeypatch.setattr(HfModel, "with_tensors_of", refused)
+    judged(samples, models["now"], {"version 2": models["before"]})
+
+
+def test_prefixes_of_other_weights_that_go_through_the_model_together(models: dict[str, Path]) -> None:
+    now, before = hf(models["now"]), hf(models["before"])
+    given = [s[: 24 - i % 5] for i, s in enumerate(sequences(8))]
+    prefixes = [0, 4, 7, 7, 4, 7, 7, 4]
+    together = now.log_probs_after(before, given, prefixes)
+    alone = [now.log_probs_after(before, [s], [p])[0] for s, p in zip(given, prefixes, strict=True)]
+    for one, other, prefix in zip(together, alone, prefixes, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert np.isnan(one).sum() == (prefix + 1 if prefix else len(one))
+    same = now.log_probs_after(now, given, prefixes)
+    for one, other, prefix in zip(same[1:], now.log_probs(given)[1:], prefixes[1:], strict=True):
+        np.testing.assert_allclose(one[prefix + 1 :], other[prefix + 1 :], atol=1e-5)

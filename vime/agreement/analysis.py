@@ -123,13 +123,15 @@ def analyse(
     for words, folder in weights.others.items():
         others[words] = _hf(folder, weights.dtype, device, means.max_tokens)
         others[words].compute_in(wide)
-    causes = explain(tokens, hf, others, temperature=temperature, expected=exact)
+    rounding = scores[narrow_name] - exact
+    bound = precision_bound(float(np.abs(rounding).mean()), weights.dtype)
+    causes = explain(tokens, hf, others, temperature=temperature, expected=exact, rounding=rounding, bound=bound)
     fresh_mean = None
     if fresh is not None:
         at_one = exact if temperature == 1.0 else tokens.pick(hf.log_probs(tokens.sequences))
         fresh_mean = float(np.nanmean(np.abs(fresh - at_one)))
     comparison = make(scores, temperature)
-    return _concluded(comparison, seen, narrow_name, wide_name, weights.dtype, causes, fresh_mean)
+    return _concluded(comparison, seen, narrow_name, wide_name, bound, causes, fresh_mean)
 
 
 def _concluded(
@@ -137,13 +139,12 @@ def _concluded(
     seen: Mapping[str, inside.Insides],
     narrow_name: str,
     wide_name: str,
-    dtype: str,
+    bound: float,
     causes: list[Explanation],
     fresh_mean: float | None,
 ) -> Analysis:
     tokens, scores, exact = comparison.tokens, comparison.scores, seen[wide_name]
     apart = {name: np.abs(values - scores[wide_name]) for name, values in scores.items() if name != wide_name}
-    bound = precision_bound(float(apart[narrow_name].mean()), dtype)
     if (recorded := inside.recorded(tokens, exact)) is not None:
         seen = {**seen, ENGINE: recorded}
     rounding = inside.by_layer(seen[narrow_name], exact)

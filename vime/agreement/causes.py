@@ -8,84 +8,83 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vime.agreement.explain import Explanation, Floats, best, explanation
+from vime.agreement.explain import Explanation, Floats, Unexplained, best
 from vime.agreement.hf_model import HfModel
 from vime.agreement.tokens import Tokens
 
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
+_ALL_OF_IT = 0.9
+"""Share of the squares of which nothing is left that one part could explain."""
+_MIN_OF_A_PART = 0.5
+"""Share of the squares that a layer or a tensor must explain: rounding makes a sixteenth at most where they are tried,
+and they are many."""
 
 
 def explain(
-    tokens: Tokens, model: HfModel, others: Mapping[str, HfModel], *, temperature: float, expected: Floats
+    tokens: Tokens,
+    model: HfModel,
+    others: Mapping[str, HfModel],
+    *,
+    temperature: float,
+    expected: Floats,
+    rounding: Floats,
+    bound: float,
 ) -> list[Explanation]:
     """Every cause that can be acted out with what is there, the best one first.
+
+    Layers and tensors are tried one by one, which costs a forward pass each, only where the difference is above what
+    rounding may make and no other cause accounts for it.
 
     Args:
         model: with the weights that are said to have sampled, in the wide dtype.
         others: in words -> a model with other saved weights of the run, in the same dtype.
         expected: [N] log-probs by `model`.
+        rounding: [N] HF's in the run's dtype - expected.
+        bound: the mean difference that rounding may make.
     """
     found = []
     sequences = tokens.sequences
+    open_question = Unexplained(tokens.engine, expected, rounding, tokens.prompt)
     if temperature != 1.0:
         raw = tokens.pick(model.log_probs(sequences))
-        found.append(
-            explanation(
-                "temperature: the log-probs are those before the temperature was applied",
-                tokens.engine,
-                expected,
-                raw,
-            )
-        )
+        words = "temperature: the log-probs are those before the temperature was applied"
+        found.append(open_question.by(words, raw))
     for words, other in others.items():
         stale = tokens.pick(other.log_probs(sequences, temperature=temperature))
-        found.append(explanation(f"stale weights: it had {words}", tokens.engine, expected, stale))
+        found.append(open_question.by(f"stale weights: it had {words}", stale))
         cached = _after_cached_prompts(tokens, model, other, temperature)
-        known = np.isfinite(cached)
-        found.append(
-            explanation(
-                f"stale cache: keys and values of prompts were of {words}",
-                tokens.engine[known],
-                expected[known],
-                cached[known],
-            )
-        )
-        found += _one_part(tokens, model, other, words, temperature, expected)
+        found.append(open_question.by(f"stale cache: keys and values of prompts were of {words}", cached))
+    so_far = best(found)
+    if np.abs(tokens.engine - expected).mean() > bound and (so_far is None or so_far.explained < _ALL_OF_IT):
+        for words, other in others.items():
+            found += _one_part(tokens, model, other, words, temperature, open_question)
     return sorted(found, key=lambda x: (not x.holds, -x.explained))
 
 
 def _after_cached_prompts(tokens: Tokens, model: HfModel, other: HfModel, temperature: float) -> Floats:
     """[N] with all of the prompt but its last token by the other weights; NaN where a prompt is too short."""
-    scores = []
-    for sample in tokens.samples:
-        prefix = len(sample.tokens) - sample.response_length - 1
-        if prefix < 1:
-            scores.append(np.full(len(sample.tokens), np.nan))
-        else:
-            scores.append(model.log_probs_after(other, sample.tokens, prefix, temperature=temperature))
-    return tokens.pick(scores)
+    prefixes = [len(sample.tokens) - sample.response_length - 1 for sample in tokens.samples]
+    return tokens.pick(model.log_probs_after(other, tokens.sequences, prefixes, temperature=temperature))
 
 
 def _one_part(
-    tokens: Tokens, model: HfModel, other: HfModel, words: str, temperature: float, expected: Floats
+    tokens: Tokens, model: HfModel, other: HfModel, words: str, temperature: float, open_question: Unexplained
 ) -> Iterator[Explanation]:
     """One layer that was left at the other weights; then, of the best layer, one tensor."""
 
     def tried(what: str, names: Sequence[str]) -> Explanation:
         with model.with_tensors_of(other, names):
             scores = tokens.pick(model.log_probs(tokens.sequences, temperature=temperature))
-        return explanation(f"stale tensor: {what} was of {words}", tokens.engine, expected, scores)
+        return open_question.by(f"stale tensor: {what} was of {words}", scores)
 
     parts = _parts(model.tensor_names())
     layers = {part: tried(part, names) for part, names in parts.items()}
-    found = best(layers)
-    if found is None:
-        return
-    part = next(name for name, entry in layers.items() if entry is found)
+    # A layer shows that one of its many tensors is stale, though it explains little of it.
+    part = max(parts, key=lambda name: layers[name].significance)
     tensors = [tried(name, [name]) for name in parts[part]] if len(parts[part]) > 1 else []
-    yield found
-    if (tensor := best(tensors)) is not None:
-        yield tensor
+    for found in (best(layers), best(tensors)):
+        if found is not None and found.explained >= _MIN_OF_A_PART:
+            yield found
 
 
 def _parts(names: Sequence[str]) -> dict[str, list[str]]:

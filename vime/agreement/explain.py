@@ -3,6 +3,10 @@
 N tokens. e = engine - HF as it should be. A cause X, such as the weights of another version, gives log-probs of its
 own; d = HF under X - HF as it should be. If X is the cause, e is a multiple of d and rounding: the multiple is 1 if X
 is it exactly, and less if X is only the direction (weights saved 20 steps before, where the engine was one behind).
+
+Rounding is large where the model is sensitive, in few tokens, and so is d: there a multiple fits by chance. So tokens
+are weighted down where any of the differences is above the usual, and the fit is judged by prompts: what it explains of
+a prompt is by the multiple of all the others.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ import numpy.typing as npt
 MIN_SIGNIFICANCE = 6.0
 """Standard errors that the multiple must be from 0; noise gives 1, and several causes are tried."""
 MIN_EXPLAINED = 0.05
-"""Share of the squares; rounding leans a little towards flat distributions, as earlier weights do."""
+"""Share of the squares."""
+NOISE_FACTOR = 4.0
+"""So many times the share of HF's own rounding that the cause explains; rounding leans a little towards flat
+distributions, as earlier weights do."""
 PRECISION_FACTOR = 4.0
 """Rounding may make this many times the difference that HF's own rounding makes."""
 FLOAT32_BOUND = 1e-5
@@ -33,44 +40,71 @@ class Explanation:
 
     cause: str
     multiple: float
-    """Of d, by least squares."""
+    """Of d, by weighted least squares."""
     significance: float
-    """The multiple in its standard errors."""
+    """The multiple in its standard errors, by leaving out one prompt after the other."""
     explained: float
-    """Share of the sum of squares of e that the multiple of d takes away, 0 to 1."""
+    """Share of the weighted squares of e that the multiple of d takes away, at most 1. Each prompt's by the multiple of
+    the others, so below 0 where that makes it worse."""
+    of_rounding: float
+    """The same of HF's own rounding in the place of e, or 0."""
     mean_left: float
     """Mean absolute difference to the engine under this cause."""
 
     @property
     def holds(self) -> bool:
         """Whether the cause is seen in the difference at all."""
-        return self.significance >= MIN_SIGNIFICANCE and 0.03 < self.multiple < 2.0 and self.explained >= MIN_EXPLAINED
+        enough = max(MIN_EXPLAINED, min(NOISE_FACTOR * self.of_rounding, 0.9))
+        return self.significance >= MIN_SIGNIFICANCE and 0.03 < self.multiple < 2.0 and self.explained >= enough
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
-        names = ("multiple", "significance", "explained", "mean_left")
+        names = ("multiple", "significance", "explained", "of_rounding", "mean_left")
         numbers = {name: getattr(self, name) for name in names}
         return {"cause": self.cause} | {n: v if math.isfinite(v) else None for n, v in numbers.items()}
 
 
-def explanation(cause: str, engine: Floats, expected: Floats, under_cause: Floats) -> Explanation:
-    """Args: engine: [N] as sampled. expected: [N] HF as it should be. under_cause: [N] HF with the cause acted out."""
-    e, d = engine - expected, under_cause - expected
-    squares = float(d @ d)
-    left = float(np.abs(engine - under_cause).mean())
-    if squares == 0.0 or len(e) < 3:
-        return Explanation(cause, 0.0, 0.0, 0.0, left)
-    multiple = float(e @ d) / squares
-    rest = e - multiple * d
-    error = math.sqrt(float(rest @ rest) / (len(e) - 1) / squares)
-    total = float(e @ e)
-    return Explanation(
-        cause=cause,
-        multiple=multiple,
-        significance=multiple / error if error > 0 else math.inf,
-        explained=1.0 - float(rest @ rest) / total if total > 0 else 0.0,
-        mean_left=left,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class Unexplained:
+    """Columns [N] of what is to be explained."""
+
+    engine: Floats
+    """As sampled."""
+    expected: Floats
+    """HF as it should be."""
+    rounding: Floats
+    """HF in the run's dtype - HF as it should be."""
+    prompt: npt.NDArray[np.int64]
+    """Which prompt the token's sample answers."""
+
+    def by(self, cause: str, under_cause: Floats) -> Explanation:
+        """Args: under_cause: [N] HF with the cause acted out; NaN where it says nothing."""
+        on = np.isfinite(under_cause)
+        e, d = (self.engine - self.expected)[on], (under_cause - self.expected)[on]
+        left = float(np.abs(e - d).mean()) if on.any() else math.nan
+        _, prompt = np.unique(self.prompt[on], return_inverse=True)
+        if not d.any() or prompt.max() < 1:
+            return Explanation(cause, 0.0, 0.0, 0.0, 0.0, left)
+        own = self.rounding[on]
+        weight = 1 / (np.abs(e).mean() ** 2 + e**2 + d**2 + own**2 + np.finfo(float).tiny)
+        multiple, significance, explained = _fit(e, d, weight, prompt)
+        of_rounding = max(_fit(own, d, weight, prompt)[2], 0.0)
+        return Explanation(cause, multiple, significance, explained, of_rounding, left)
+
+
+def _fit(e: Floats, d: Floats, weight: Floats, prompt: npt.NDArray[np.int64]) -> tuple[float, float, float]:
+    """Multiple, significance and explained share, as `Explanation` has them.
+
+    Args: e, d, weight: [N]; d is not all 0. prompt: [N] from 0, two or more.
+    """
+    ed, dd, ee = (np.bincount(prompt, weights=weight * x) for x in (e * d, d * d, e * e))
+    rest = dd.sum() - dd
+    without = np.divide(ed.sum() - ed, rest, out=np.zeros_like(rest), where=rest > 0)  # [prompts] of the others
+    error = math.sqrt((len(dd) - 1) * float(without.var()))
+    multiple = float(ed.sum() / dd.sum())
+    left = float((ee - 2 * without * ed + without**2 * dd).sum())
+    significance = multiple / error if error > 0 else math.copysign(math.inf, multiple) if multiple else 0.0
+    return multiple, significance, 1.0 - left / float(ee.sum()) if ee.any() else 0.0
 
 
 def best(explanations: Mapping[str, Explanation] | list[Explanation]) -> Explanation | None:

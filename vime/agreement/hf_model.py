@@ -6,6 +6,7 @@ V vocabulary, D hidden.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,19 +66,40 @@ class HfModel:
 
     @torch.no_grad()
     def log_probs_after(
-        self, prefix_model: HfModel, sequence: Sequence[int], prefix: int, *, temperature: float = 1.0
-    ) -> npt.NDArray[np.float64]:
-        """[length] as `log_probs`, with the keys and values of the first `prefix` tokens by another model.
+        self,
+        prefix_model: HfModel,
+        sequences: Sequence[Sequence[int]],
+        prefixes: Sequence[int],
+        *,
+        temperature: float = 1.0,
+    ) -> list[npt.NDArray[np.float64]]:
+        """As `log_probs`, with the keys and values of each sequence's first tokens by another model.
 
-        NaN up to the first token that this model predicts by itself.
+        Sequences with prefixes of the same length go together.
+
+        Args: prefixes: how many tokens of each sequence, fewer than it has.
+        Returns: NaN up to the first token that this model predicts by itself, and everywhere where a prefix is of none.
+        Raises: ValueError for a prefix that leaves nothing.
         """
-        ids = torch.tensor([list(sequence)], device=self._device)
-        if not 0 < prefix < len(sequence):
-            raise ValueError(f"a prefix of {prefix} of {len(sequence)} tokens leaves nothing to compute with")
-        cache = prefix_model._model.base_model(ids[:, :prefix], use_cache=True).past_key_values
-        hidden = self._model.base_model(ids[:, prefix:], past_key_values=cache, use_cache=True).last_hidden_state[0]
-        scored = self._log_probs_of(hidden[:-1], ids[0, prefix + 1 :], temperature)
-        return np.concatenate([np.full(prefix, math.nan), scored])
+        scores = [np.full(len(s), math.nan) for s in sequences]
+        alike: dict[int, list[int]] = defaultdict(list)
+        for i, (sequence, prefix) in enumerate(zip(sequences, prefixes, strict=True)):
+            if prefix >= len(sequence):
+                raise ValueError(f"a prefix of {prefix} of {len(sequence)} tokens leaves nothing to compute with")
+            if prefix > 0:
+                alike[prefix].append(i)
+        for prefix, members in alike.items():
+            for batch in _batches([len(sequences[i]) for i in members], self._max_tokens):
+                chosen = [members[k] for k in batch]
+                ids = self._ids([sequences[i] for i in chosen])
+                cache = prefix_model._model.base_model(ids[:, :prefix], use_cache=True).past_key_values
+                output = self._model.base_model(ids[:, prefix:], past_key_values=cache, use_cache=True)
+                for row, i in enumerate(chosen):
+                    end = len(sequences[i])
+                    hidden = output.last_hidden_state[row, : end - prefix - 1]
+                    after = self._log_probs_of(hidden, ids[row, prefix + 1 : end], temperature)
+                    scores[i][prefix:] = after
+        return scores
 
     @torch.no_grad()
     def inside(self, sequence: Sequence[int]) -> tuple[list[Tensor], Mapping[int, Tensor]]:
@@ -123,11 +145,15 @@ class HfModel:
 
     def _hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """[batch, longest, D] after the final norm."""
+        hidden: Tensor = self._model.base_model(self._ids(sequences), use_cache=False).last_hidden_state
+        return hidden
+
+    def _ids(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """[batch, longest], padded at the end."""
         ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
         for row, sequence in zip(ids, sequences, strict=True):
             row[: len(sequence)] = torch.tensor(sequence)
-        hidden: Tensor = self._model.base_model(ids.to(self._device), use_cache=False).last_hidden_state
-        return hidden
+        return ids.to(self._device)
 
     def _log_probs_of(self, hidden: Tensor, targets: Tensor, temperature: float) -> npt.NDArray[np.float64]:
         """[length], NaN first. Args: hidden: [length - 1, D]. targets: [length - 1]."""

@@ -43,6 +43,14 @@ class Tokens:
         position: npt.NDArray[np.int64] = self.place - prompts[self.sample]
         return position
 
+    @property
+    def prompt(self) -> npt.NDArray[np.int64]:
+        """Which prompt its sample answers, counted from 0; samples of the same prompt have the same."""
+        numbers: dict[tuple[int, ...], int] = {}
+        of_samples = [numbers.setdefault(s.prompt_tokens, len(numbers)) for s in self.samples]
+        prompt: npt.NDArray[np.int64] = np.array(of_samples, np.int64)[self.sample]
+        return prompt
+
     def pick(self, scores: Sequence[npt.NDArray[Any]]) -> Floats:
         """[N] of scores of whole sequences, one [length] array each."""
         return np.array([scores[s][p] for s, p in zip(self.sample, self.place, strict=True)], np.float64)
