@@ -108,8 +108,10 @@ class Lanes:
         finally:
             if server is not None:
                 server.send_signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
+                try:
                     server.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    server.kill()
                 self._wait(server)
 
     def _give_up(self) -> None:

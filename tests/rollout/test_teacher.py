@@ -1,5 +1,6 @@
 """A served teacher: asked by token ids, compared before the run, asked again where that may help."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -158,6 +159,15 @@ def test_what_cannot_teach_is_found_before_the_run(server: Server) -> None:
     nobody = ServedTeacher(TeacherConfig(opd_teacher_url="http://127.0.0.1:9"))
     with pytest.raises(ConfigError, match="does not answer as a vLLM server does: ClientConnector"):
         nobody.check(Letters(), 32)
+
+
+def test_calling_off_what_has_just_ended_does_nothing(server: Server) -> None:
+    async def own() -> tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]:
+        return asyncio.get_running_loop(), asyncio.current_task()
+
+    teacher = teacher_of(server)
+    teacher._loop, teacher._work = asyncio.run(own())  # as read before the loop was closed
+    teacher.call_off()
 
 
 def test_asking_can_be_called_off(server: Server) -> None:

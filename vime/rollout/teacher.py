@@ -6,6 +6,7 @@ Token ids are sent, never text, so both models must have one tokenizer; `check` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -78,7 +79,8 @@ class ServedTeacher:
         """End a `score` that runs in another thread; it raises EngineError."""
         loop, work = self._loop, self._work
         if loop is not None and work is not None:
-            loop.call_soon_threadsafe(work.cancel)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in this moment
+                loop.call_soon_threadsafe(work.cancel)
 
     async def _score(self, samples: Sequence[Sample]) -> None:
         self._loop, self._work = asyncio.get_running_loop(), asyncio.current_task()
