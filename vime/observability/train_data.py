@@ -14,14 +14,15 @@ from vime.types import TrainBatch
 
 def write_train_data(path: Path, batch: TrainBatch) -> None:
     """Write the columns of a batch as .npz under their names; `extra.<name>` for further ones, `steps` as JSON text,
-    `routed_experts.rows` and `.known` where there are some.
+    `routed_experts.rows` and `.known`, and `support.ids` and `.starts`, where there are some.
 
     `numpy.load(path)` reads it. Raises: OSError (a full disk).
     """
     columns: dict[str, Any] = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     columns |= {f"extra.{name}": column for name, column in columns.pop("extra").items()}
-    if (routed := columns.pop("routed_experts")) is not None:
-        columns |= {f"routed_experts.{name}": getattr(routed, name) for name in ("rows", "known")}
+    for part, names in {"routed_experts": ("rows", "known"), "support": ("ids", "starts")}.items():
+        if (value := columns.pop(part)) is not None:
+            columns |= {f"{part}.{name}": getattr(value, name) for name in names}
     columns["steps"] = json.dumps(columns["steps"])
     with open(path, "wb") as file:
         np.savez_compressed(file, **columns)
