@@ -204,6 +204,10 @@ def test_a_cause_is_seen_in_rounding_of_few_tokens() -> None:
     asked = Unexplained(engine + cause, np.zeros(3000), own, np.arange(3000) // 50)
     found = asked.by("stale weights: x", cause)
     assert found.holds and 0.5 < found.multiple < 1.1 and found.explained > 0.2
+    # Rounding takes from the multiple; that is not called a part of the way.
+    assert "of the way there" not in verdict_on_engine(0.02, 0.1, found, None, None).sentence
+    part = Unexplained(engine + 0.4 * cause, np.zeros(3000), own, np.arange(3000) // 50).by("stale weights: x", cause)
+    assert "of the way there" in verdict_on_engine(0.02, 0.1, part, None, None).sentence
 
 
 def test_what_explains_hfs_own_rounding_as_well_is_no_cause() -> None:

@@ -164,7 +164,7 @@ def verdict_on_engine(
     """
     if found is not None:
         word, _, rest = found.cause.partition(": ")
-        degree = "" if 0.8 < found.multiple < 1.25 else f" (about {found.multiple:.0%} of the way there)"
+        degree = "" if 0.5 < found.multiple < 1.5 else f" (about {found.multiple:.0%} of the way there)"
         return Verdict(
             word, f"{rest}{degree}: it accounts for {found.explained:.0%} of the squared difference, {mean:.1e} nats"
         )
