@@ -37,6 +37,17 @@ def test_every_step_reports_agreement_and_times_that_add_up(finished: tuple[Path
     assert [row["step"] for row in rows if "eval/heldout" in row] == [-1, 1, 2]
 
 
+def test_the_first_step_says_where_the_start_spent_its_time(finished: tuple[Path, str]) -> None:
+    before, first, *others = metrics_of(finished[0])
+    assert not any(name.startswith("start/") for row in (before, *others) for name in row)
+    parts = {name: seconds for name, seconds in first.items() if name.startswith("start/")}
+    assert {f"start/{p}_s" for p in ("imports", "data", "ray", "engines", "trainer", "update_weights", "eval")} < set(
+        parts
+    )
+    assert sum(parts.values()) == pytest.approx(2 * parts["start/total_s"], abs=1e-6)
+    assert "start took " in finished[1]
+
+
 def test_every_step_says_how_busy_engines_and_trainer_were(finished: tuple[Path, str]) -> None:
     for row in metrics_of(finished[0])[1:]:
         for name in ("perf/trainer_compute_ratio", "perf/engine_busy_ratio", "perf/wait_time_ratio"):

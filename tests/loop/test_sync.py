@@ -16,6 +16,7 @@ from vime.loop.recorder import Recorder
 from vime.loop.sync import Stages, run_sync
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
+from vime.observability.start_times import StartTimes
 from vime.observability.writers import JsonlWriter
 from vime.types import Group, RolloutResult
 
@@ -251,3 +252,13 @@ def test_levels_0_1_and_4_import_without_ray_vllm_and_megatron() -> None:
                 importlib.import_module(info.name)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_what_the_start_took_is_written_with_the_first_step_alone(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    recorder = Recorder(RunFolder(tmp_path), RunProgress(2), writer, times=StartTimes())
+    run_sync(World().stages(), Cadence(2, None, None), recorder, start=0, eval_before=False, stop=StopRule())
+    writer.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [any(name.startswith("start/") for name in row) for row in rows if row["step"] >= 0] == [True, False]
+    assert rows[0]["start/update_weights_s"] <= rows[0]["start/total_s"]

@@ -11,6 +11,7 @@ from vime.config import ClusterConfig, Config, RolloutConfig
 from vime.models import sharing
 from vime.models.sharing import Sharing
 from vime.observability.progress import RunProgress
+from vime.observability.start_times import StartTimes
 from vime.orchestration import sharing as sides
 from vime.orchestration.placement import plan_layout
 from vime.orchestration.sharing import UNKNOWN, DevicePlan, plan_devices, start_sides
@@ -52,7 +53,7 @@ class World:
 def run(plan: DevicePlan | None, world: World, **cluster: Any) -> Any:
     config = Config(cluster=ClusterConfig(colocate=True, **cluster))
     both: Any = world
-    return start_sides(config, plan, both, both, RunProgress(1))
+    return start_sides(config, plan, both, both, RunProgress(1), StartTimes())
 
 
 def test_with_devices_of_their_own_both_sides_start_at_the_same_time() -> None:

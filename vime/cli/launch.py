@@ -12,18 +12,22 @@ from pathlib import Path
 from vime.config import ClusterConfig, Config
 from vime.config.eval_sets import eval_sets
 from vime.errors import ConfigError, VimeError
+from vime.observability.start_times import StartTimes
 from vime.platform import get_platform
 
 
-def main(argv: Sequence[str], *, overlapped: bool = False) -> int:
+def main(argv: Sequence[str], *, overlapped: bool = False, begin: float | None = None) -> int:
     """Run with these flags, with `overlapped` one rollout ahead of the trainer.
 
+    Args: begin: time.perf_counter() when the program started; None for now.
     Returns the exit code: 0 done, 1 failed, 2 wrong settings, 130 interrupted."""
-    from vime.cli.resolve import resolve
-
+    times = StartTimes(begin)
     try:
-        resolved = resolve(argv, overlapped=overlapped)
-        _check_machine(resolved.config.cluster)
+        with times.part("settings"):
+            from vime.cli.resolve import resolve
+
+            resolved = resolve(argv, overlapped=overlapped)
+            _check_machine(resolved.config.cluster)
     except ConfigError as error:
         return _report(error)
 
@@ -50,15 +54,15 @@ def main(argv: Sequence[str], *, overlapped: bool = False) -> int:
         folder.write_versions()
         with RunProgress(config.rollout.num_rollout or 0) as progress:
             progress.message(f"run folder {path}")
-            progress.message("loading Ray and transformers")
-            from vime.orchestration import ray_environment
+            with times.part("imports"):
+                from vime.orchestration import ray_environment
 
-            ray_environment.prepare(config.cluster)
-            from vime.orchestration.launch import run  # imports Ray, and takes seconds
+                ray_environment.prepare(config.cluster)
+                from vime.orchestration.launch import run  # imports Ray
 
-            begin = time.monotonic()
-            run(config, folder=folder, progress=progress, overlapped=overlapped)
-            progress.message(f"done in {time.monotonic() - begin:.0f} s; metrics in {folder.metrics_path}")
+            run_begin = time.monotonic()
+            run(config, folder=folder, progress=progress, overlapped=overlapped, times=times)
+            progress.message(f"done in {time.monotonic() - run_begin:.0f} s; metrics in {folder.metrics_path}")
     except ConfigError as error:
         if folder is not None:
             folder.remove_unused()

@@ -15,6 +15,7 @@ from vime.observability.eval_table import eval_table, set_of
 from vime.observability.progress import RunProgress
 from vime.observability.rollout_file import write_rollout
 from vime.observability.run_folder import RunFolder, whole
+from vime.observability.start_times import StartTimes, start_line
 from vime.observability.timers import StageTimer
 from vime.observability.trace import Span, SpanLog
 from vime.observability.trace_file import RunTracer
@@ -111,6 +112,7 @@ class Recorder:
         copies: further files of each step.
         tracer: writes the trace, where there is to be one.
         reward_keys: which entries of dict rewards the files name as the reward.
+        times: of the program's start, which ends with `setup`.
     """
 
     def __init__(
@@ -123,11 +125,15 @@ class Recorder:
         copies: Copies = Copies(),
         tracer: RunTracer | None = None,
         reward_keys: RewardKeys = RewardKeys(),
+        times: StartTimes | None = None,
     ) -> None:
         self._folder, self._progress, self._writer = folder, progress, writer
         self._keep, self._copies, self._keys, self._tracer = keep_rollouts, copies, reward_keys, tracer
         self._last_end: float | None = None
         self._flat = FlatRewards()
+        self._times = times
+        self._start: Metrics = {}
+        """What the start took; written with the first step."""
 
     @contextmanager
     def setup(self, start: int) -> Iterator[Step]:
@@ -140,6 +146,9 @@ class Recorder:
             self._progress.message(
                 "before the first step · " + " · ".join(f"{k} {v:.3f}" for k, v in step.metrics.items() if set_of(k))
             )
+        if self._times is not None:
+            self._start = self._times.metrics(step.timer.metrics())
+            self._progress.message(start_line(self._start))
 
     @contextmanager
     def evaluation(self, rollout_id: int) -> Iterator[Step]:
@@ -160,6 +169,8 @@ class Recorder:
         metrics = step.metrics | step.timer.metrics()
         self._last_end = step.timer.end
         metrics |= derived_metrics(metrics) | {"memory/driver_rss_bytes": float(psutil.Process().memory_info().rss)}
+        metrics |= self._start
+        self._start = {}
         self._writer.write(rollout_id, metrics)
         if (warning := self._flat.note(rollout_id, metrics)) is not None:
             self._progress.message(warning)

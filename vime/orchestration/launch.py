@@ -1,94 +1,49 @@
-"""Builds every object of a run, starts its processes, runs the loop, and ends what it started.
+"""Starts the processes of a run, then hands over to assembly.py, and ends what was started.
 
-Order matters: Ray, then engines and trainer at the same time (both take long to start; on shared devices one after
-the other), the data while they start, then the weight sync and the loop. Whatever was started is ended in reverse, also
-after an error or ctrl-C.
+Order matters: the data are checked before anything starts; then Ray, then the engines, which take longest. What is
+imported here takes a second, torch and transformers none of it: they are imported while the engines start. Whatever
+was started is ended in reverse, also after an error or ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer
 
 from vime.config import Config, modes
 from vime.config.dtype import run_dtype
-from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import local_checkpoint
-from vime.config.parallel import parallel_sizes
-from vime.engine.vllm.client import RouterClient
-from vime.errors import EngineError, WeightSyncError
-from vime.loop.batch import make_train_batch
-from vime.loop.batch_hooks import BatchHooks
-from vime.loop.cadence import Cadence, StopRule
-from vime.loop.checkpoint import Checkpoint
+from vime.config.validate_teacher import teacher_is_served
 from vime.loop.compatibility import settings_to_keep
-from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.folder_lock import only_run_in
-from vime.loop.keeper import CheckpointKeeper, remove_leftovers
-from vime.loop.overlapped import run_overlapped
-from vime.loop.recorder import Copies, Recorder, RewardKeys
-from vime.loop.rollout_only import run_rollout_only
-from vime.loop.staleness import version_after
-from vime.loop.sync import Publisher, Rollout, Stages, run_sync
-from vime.loop.turns import DeviceTurns
-from vime.models import family_of
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
-from vime.observability.writers import MetricWriter
-from vime.orchestration import resume, sizes
+from vime.observability.start_times import StartTimes
+from vime.orchestration import resume
 from vime.orchestration.cluster import Reservation, plan_placement, ray_cluster, reserve
-from vime.orchestration.data import build_source, check_data, probe_prompts
+from vime.orchestration.data import check_data
 from vime.orchestration.engines import EngineFleet
 from vime.orchestration.external import ExternalFleet
 from vime.orchestration.fleet import Fleet
-from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.placement import Layout, Placement, describe, plan_layout
 from vime.orchestration.route import route_weights
-from vime.orchestration.sharing import DevicePlan, plan_devices, start_sides
-from vime.orchestration.teacher import served_teacher
-from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
-from vime.orchestration.workers import TrainerGroup
+from vime.orchestration.run_plan import RunPlan, Started
+from vime.orchestration.sharing import DevicePlan, plan_devices
 from vime.platform import get_platform
 from vime.platform.base import Platform
-from vime.protocols import DataSource, Engine, Engines, RolloutContext
-from vime.rewards.pool import GraderPool
-from vime.rewards.score import make_reward_function
-from vime.rollout.eval_data import HeldOutSet, load_eval_sets
-from vime.rollout.stage import RolloutStage
-from vime.types import Group, Metrics, TrainBatch
-from vime.weight_sync import Route
-from vime.weight_sync.plan import WeightSync
 from vime.weight_sync.segments import remove_stale_segments
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What the parts below share: the settings, and what was read off them before anything started."""
-
-    config: Config
-    hf_path: Path
-    hf_config: dict[str, Any]
-    layout: Layout
-    folder: RunFolder
-    progress: RunProgress
-    generates: bool
-    overlapped: bool
-    checkpoint: Checkpoint | None
-    """Where the run goes on; None from the start."""
-    start: int
-    """The first rollout."""
-    kept_settings: Mapping[str, Any]
-    """What its checkpoints say of its settings."""
-
-
-def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped: bool = False) -> None:
+def run(
+    config: Config,
+    *,
+    folder: RunFolder,
+    progress: RunProgress,
+    overlapped: bool = False,
+    times: StartTimes | None = None,
+) -> None:
     """Run `config` to its end.
 
     Args:
@@ -96,15 +51,44 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
         folder: the run's folder.
         progress: where to say what is going on.
         overlapped: generate each rollout while the one before is trained on.
+        times: of the program's start; None begins now.
     Raises: ConfigError before any process starts; whatever a stage raises afterwards, once everything was ended.
     """
+    times = times or StartTimes()
     platform = get_platform(config.cluster.platform)
+    with times.part("data"):
+        plan = _plan(config, folder, progress, times, overlapped=overlapped)
+        progress.message("checking the data")
+        rows = check_data(config)
+        checkpoint = plan.checkpoint
+        changed = resume.check_settings(config, checkpoint, plan.kept_settings) if checkpoint is not None else []
+        replayed = resume.replayed_rollouts(config, plan.start)
+        teacher = None
+        if teacher_is_served(config):
+            from vime.orchestration.teacher import (
+                served_teacher,
+            )  # imports transformers, for its check of the tokenizer
+
+            teacher = served_teacher(config, plan.hf_path, plan.hf_config)
+    with ExitStack() as stack:
+        if config.checkpoint.save is not None and plan.layout.trainer_devices:
+            stack.enter_context(only_run_in(Path(config.checkpoint.save)))
+        stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
+        with times.part("ray"):
+            started = _start(plan, platform, stack)
+        with times.part("imports"):  # torch and transformers, while the engines start
+            from vime.orchestration.assembly import run_on
+
+        run_on(plan, started, stack, rows=rows, changed=changed, replayed=replayed, teacher=teacher)
+
+
+def _plan(config: Config, folder: RunFolder, progress: RunProgress, times: StartTimes, *, overlapped: bool) -> RunPlan:
     hf_path = local_checkpoint(config.checkpoint.hf_checkpoint)
     hf_config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     generates = modes.generates(config)
     external = bool(config.cluster.rollout_external_engine_addrs)
     checkpoint = resume.checkpoint_to_load(config)
-    plan = _Run(
+    return RunPlan(
         config=config,
         hf_path=hf_path,
         hf_config=hf_config,
@@ -116,118 +100,34 @@ def run(config: Config, *, folder: RunFolder, progress: RunProgress, overlapped:
         checkpoint=checkpoint,
         start=resume.first_rollout(config, checkpoint),
         kept_settings=settings_to_keep(config, hf_config, dtype=run_dtype(config.megatron, hf_config)),
+        times=times,
     )
-    progress.message("checking the data")
-    rows = check_data(config)
-    changed = resume.check_settings(config, checkpoint, plan.kept_settings) if checkpoint is not None else []
-    replayed = resume.replayed_rollouts(config, plan.start)
-    teacher = served_teacher(config, hf_path, hf_config)
-    with ExitStack() as stack:
-        if config.checkpoint.save is not None and plan.layout.trainer_devices:
-            stack.enter_context(only_run_in(Path(config.checkpoint.save)))
-        stack.callback(remove_stale_segments)  # of a rank that was killed; last of all, when no rank is left
-        fleet: Fleet | None = None
-        if generates and external:
-            fleet = ExternalFleet(config, hf_config=plan.hf_config, log_dir=folder.path / "logs")
-            stack.callback(fleet.close)
-        progress.message("starting Ray")
-        stack.enter_context(ray_cluster(config.cluster, plan.layout))
-        placement = plan_placement(config.cluster, platform, plan.layout)
-        route = None
-        if generates and plan.layout.trainer_devices:
-            route = route_weights(config, placement, platform.transports, fleet)
-            progress.message(describe(placement, route.transport, route.why))
-        reservation = reserve(platform, placement)
-        devices = plan_devices(config, hf_config, plan.layout, platform, progress)
-        progress.message(_what_starts(plan.layout))
-        if generates and fleet is None:
-            fleet = _start_fleet(plan, platform, placement, reservation, devices, stack)
-        writer = stack.enter_context(closing(make_writer(config, folder)))
-        tokenizer = AutoTokenizer.from_pretrained(hf_path)
-        goes_on = checkpoint is not None and not config.checkpoint.finetune
-        source = build_source(config, rows, tokenizer, checkpoint.data_source if checkpoint and goes_on else None)
-        eval_sets = load_eval_sets(config, tokenizer) if generates else {}
-        num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
-        progress.expect(num_rollout)
-        if not plan.layout.trainer_devices:
-            _run_without_trainer(plan, fleet, source, eval_sets, tokenizer, writer, stack, num_rollout=num_rollout)
-            return
-        if config.checkpoint.save is not None:
-            # Of a save that was under way: when the ranks have ended, which write it.
-            stack.callback(remove_leftovers, Path(config.checkpoint.save))
-        trainer = TrainerGroup(
-            config,
-            placement,
-            reservation,
-            platform,
-            hf_path=str(hf_path),
-            total_steps=num_rollout * sizes.steps_per_rollout(config),
-            route=route,
-        )
-        stack.callback(trainer.close)
-        client, turns = start_sides(config, devices, trainer, fleet, progress)
-        train = config.train
-        stop = StopRule(train.stop_metric, below=train.stop_below, above=train.stop_above, window=train.stop_window)
-        if checkpoint is not None:
-            progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
-        context = _hook_context(plan, client, tokenizer, stack)
-        rollout = replayed or RolloutStage(
-            context,
-            source,
-            eval_sets,
-            make_meter(config, fleet, client),
-            call_off=client.call_off if client is not None else None,
-            teacher=teacher,
-        )
-        keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
-        stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, route, source, turns, stack)
-        with _naming_the_dead(fleet):
-            recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
-            last = _loop(plan, stages, recorder, stop, num_rollout)
-        if last < plan.start and config.checkpoint.save_hf is not None:
-            if turns is not None:
-                turns.to_training(weights_follow=True)
-            keeper.export_hf(last)  # nothing was left to train, so no step has exported it
 
 
-def _run_without_trainer(
-    plan: _Run,
-    fleet: Fleet | None,
-    source: DataSource,
-    eval_sets: dict[str, HeldOutSet],
-    tokenizer: Any,
-    writer: MetricWriter,
-    stack: ExitStack,
-    *,
-    num_rollout: int,
-) -> None:
-    """Make rollouts, or evaluate the checkpoint once."""
-    config = plan.config
-    client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-    context = _hook_context(plan, client, tokenizer, stack)
-    stage = RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
-    recorder = _recorder(plan, writer, stack, rollout=stage)
-    with _naming_the_dead(fleet):
-        if modes.evaluates_only(config):
-            plan.progress.message(f"evaluating {plan.hf_path} as it is; nothing is trained or saved")
-            run_evaluation_only(stage, recorder, rollout_id=-1)
-        else:
-            run_rollout_only(stage, recorder, start=plan.start, num_rollout=num_rollout)
-
-
-@contextmanager
-def _naming_the_dead(fleet: Fleet | None) -> Iterator[None]:
-    """An engine that died is the better explanation for what failed because of it."""
-    try:
-        yield
-    except (EngineError, WeightSyncError):
-        if fleet is not None:
-            fleet.check_alive()
-        raise
+def _start(plan: RunPlan, platform: Platform, stack: ExitStack) -> Started:
+    """Ray, the run's devices, and the engines, which are not waited for."""
+    config, progress = plan.config, plan.progress
+    fleet: Fleet | None = None
+    if plan.generates and config.cluster.rollout_external_engine_addrs:
+        fleet = ExternalFleet(config, hf_config=plan.hf_config, log_dir=plan.folder.path / "logs")
+        stack.callback(fleet.close)
+    progress.message("starting Ray")
+    stack.enter_context(ray_cluster(config.cluster, plan.layout))
+    placement = plan_placement(config.cluster, platform, plan.layout)
+    route = None
+    if plan.generates and plan.layout.trainer_devices:
+        route = route_weights(config, placement, platform.transports, fleet)
+        progress.message(describe(placement, route.transport, route.why))
+    reservation = reserve(platform, placement)
+    devices = plan_devices(config, plan.hf_config, plan.layout, platform, progress)
+    progress.message(_what_starts(plan.layout))
+    if plan.generates and fleet is None:
+        fleet = _start_fleet(plan, platform, placement, reservation, devices, stack)
+    return Started(platform, placement, reservation, route, devices, fleet)
 
 
 def _start_fleet(
-    plan: _Run,
+    plan: RunPlan,
     platform: Platform,
     placement: Placement,
     reservation: Reservation,
@@ -253,147 +153,3 @@ def _what_starts(layout: Layout) -> str:
     if not layout.trainer_devices:
         return "starting the engines" if layout.engine_devices else "making the samples"
     return "starting trainer and engines" if layout.engine_devices else "starting the trainer"
-
-
-def _hook_context(plan: _Run, client: RouterClient | None, tokenizer: Any, stack: ExitStack) -> RolloutContext:
-    """What users' functions get as `config`."""
-    config = plan.config
-    pool = GraderPool(config.reward.rm_num_workers, config.reward.rm_timeout_s, config.reward.rm_memory_limit_bytes)
-    stack.callback(pool.close)
-    endpoint: Engines = client if client is not None else NoEngines()
-    reward = make_reward_function(config.reward, pool)
-    stack.callback(reward.close)
-    return RolloutContext(config, endpoint, tokenizer, reward)
-
-
-def _build_stages(
-    plan: _Run,
-    context: RolloutContext,
-    rollout: Rollout,
-    trainer: TrainerGroup,
-    keeper: CheckpointKeeper,
-    fleet: Fleet | None,
-    client: RouterClient | None,
-    route: Route | None,
-    source: DataSource,
-    turns: DeviceTurns | None,
-    stack: ExitStack,
-) -> Stages:
-    config = plan.config
-    if turns is not None:
-        stack.callback(turns.close)
-    engines: list[Engine] = list(fleet.engines) if fleet is not None else []
-    publisher: Publisher = NoEngines()
-    if fleet is not None and client is not None and route is not None:
-        publisher = sync = WeightSync(
-            trainer,
-            engines,
-            transport=route.transport,
-            probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
-            probe_interval=config.sync.weight_probe_interval,
-            probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
-            on_version=client.note_version,
-            turns=turns,
-        )
-        stack.callback(sync.close)
-
-    hooks = BatchHooks.load(context)
-    model = family_of(plan.hf_config).settings(plan.hf_config)
-
-    def make_batch(rollout_id: int, groups: list[Group]) -> tuple[TrainBatch, Metrics]:
-        return make_train_batch(
-            groups,
-            rollout_id=rollout_id,
-            algo=config.algo,
-            train=config.train,
-            dp_size=sizes.data_parallel_size(config, len(plan.layout.trainer_devices)),
-            sizes=parallel_sizes(config.megatron),
-            model=model,
-            reward_key=config.reward.reward_key,
-            global_batch_size=sizes.global_batch_size(config),
-            hooks=hooks,
-            max_response_len=config.rollout.rollout_max_response_len,
-        )
-
-    return Stages(
-        rollout=rollout,
-        trainer=trainer,
-        publisher=publisher,
-        make_batch=make_batch,
-        checkpoints=keeper,
-        turns=turns,
-    )
-
-
-def _keeper(plan: _Run, trainer: TrainerGroup, source: DataSource, stop: StopRule) -> CheckpointKeeper:
-    settings = plan.config.checkpoint
-    return CheckpointKeeper(
-        trainer,
-        source,
-        stop,
-        folder=None if settings.save is None else Path(settings.save),
-        settings=plan.kept_settings,
-        hf_path=settings.save_hf,
-        keep_last=settings.keep_last_checkpoints,
-        keep_best=settings.keep_best_checkpoint,
-        in_background=settings.async_save,
-    )
-
-
-def _loop(plan: _Run, stages: Stages, recorder: Recorder, stop: StopRule, num_rollout: int) -> int:
-    config = plan.config
-    evaluates = plan.generates and has_eval_sets(config)
-    cadence = Cadence(
-        num_rollout,
-        config.eval.eval_interval,
-        config.checkpoint.save_interval,
-        evaluates=evaluates,
-        saves=config.checkpoint.save is not None,
-        export_interval=config.checkpoint.save_hf_interval,
-        exports=config.checkpoint.save_hf is not None,
-        publish_interval=config.sync.update_weights_interval,
-    )
-    if modes.evaluates_only(config):
-        plan.progress.message("evaluating the checkpoint as it is; nothing is trained")
-        stages.publisher.publish(version_after(plan.start - 1))
-        if evaluates:
-            run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
-        return plan.start - 1
-    loop = run_overlapped if plan.overlapped else run_sync
-    return loop(
-        stages,
-        cadence,
-        recorder,
-        start=plan.start,
-        eval_before=evaluates and not config.eval.skip_eval_before_train,
-        stop=stop,
-    )
-
-
-def _recorder(
-    plan: _Run,
-    writer: MetricWriter,
-    stack: ExitStack,
-    rollout: Rollout,
-    publisher: Publisher | None = None,
-    trainer: TrainerGroup | None = None,
-) -> Recorder:
-    config = plan.config
-    tracer = make_tracer(
-        config,
-        plan.folder,
-        plan.start,
-        trainer=trainer.take_spans if trainer is not None else None,
-        engines=[part.take_spans for part in (publisher, rollout) if isinstance(part, WeightSync | RolloutStage)],
-    )
-    if tracer is not None:
-        stack.callback(tracer.close)
-    return Recorder(
-        plan.folder,
-        plan.progress,
-        writer,
-        keep_rollouts=not config.log.no_save_rollouts,
-        copies=Copies(modes.rollout_data_to_save(config), modes.train_data_to_save(config)),
-        tracer=tracer,
-        reward_keys=RewardKeys(config.reward.reward_key, config.eval.eval_reward_key),
-    )

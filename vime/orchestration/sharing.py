@@ -14,6 +14,7 @@ from vime.models import family_of
 from vime.models.run_memory import need_of, wishes_of
 from vime.models.sharing import Need, Sharing, decide, describe, settle
 from vime.observability.progress import RunProgress
+from vime.observability.start_times import StartTimes
 from vime.orchestration.fleet import Fleet
 from vime.orchestration.placement import Layout
 from vime.orchestration.workers import TrainerGroup
@@ -86,7 +87,12 @@ def plan_devices(
 
 
 def start_sides(
-    config: Config, devices: DevicePlan | None, trainer: TrainerGroup, fleet: Fleet | None, progress: RunProgress
+    config: Config,
+    devices: DevicePlan | None,
+    trainer: TrainerGroup,
+    fleet: Fleet | None,
+    progress: RunProgress,
+    times: StartTimes,
 ) -> tuple[RouterClient | None, DeviceTurns | None]:
     """Wait for engines and trainer, at the same time where each has its own devices.
 
@@ -99,11 +105,15 @@ def start_sides(
         trainer.start()
     else:
         trainer.preload()
-    client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
-    if devices is not None and fleet is not None:
-        return client, devices.build_trainer(config, trainer, fleet.engines, progress)
-    trainer.wait_ready()
-    return client, None
+    client = None
+    if fleet is not None:
+        with times.part("engines"):
+            client = fleet.wait_ready(config.log.engine_start_timeout_s)
+    with times.part("trainer"):
+        if devices is not None and fleet is not None:
+            return client, devices.build_trainer(config, trainer, fleet.engines, progress)
+        trainer.wait_ready()
+        return client, None
 
 
 def _sleep(engines: Sequence[Engine]) -> None:
