@@ -10,9 +10,11 @@ import re
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from tests.trainer.conftest import SMALL, make_batch_of
 from tests.trainer.megatron.routed_experts import random_experts, some_known
+from vime.batch_columns import POLICY_VERSIONS
 from vime.config.parallel import parallel_sizes
 from vime.support import SamplingSupport
 from vime.types import TrainBatch
@@ -59,6 +61,8 @@ LOSSES = {
     "kl in reward": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "gamma": 0.9, "eps_clip_c": 3.0},
     # The reference becomes the policy after each rollout, and is saved and read with it.
     "moving reference": {**_KL, "ref_update_interval": 1},
+    # A teacher in the trainer, and rollouts of the version that was sent before the first, whose weights are kept.
+    "taught": {"use_opd": True, "opd_kl_coef": 0.5, "keep_old_actor": True},
     "sft": {"loss_type": "sft_loss"},
     # Tokens that were sampled from a part of the vocabulary, as under top-p and top-k.
     "over a support": {**_KL, "entropy_coef": 0.01},
@@ -182,6 +186,7 @@ SMOKE = [
     Case("TP2+SP", loss="over a support"),
     Case("TP2+SP", loss="ppo", saves=True),
     Case("TP2+SP", loss="moving reference", saves=True),
+    Case("TP2+SP", loss="taught"),
     Case("TP2+SP EP2 ETP1", "glm", "recompute full", replay="engine"),
     Case("PP2 VP2", "glm deep", "recompute experts", replay="engine"),
     Case("CP2 EP2", "moe", replay="engine"),
@@ -276,6 +281,10 @@ MATRIX = [
     Case("TP2+SP EP2 ETP1", "glm", loss="moving reference", saves=True),
     Case("CP2 EP2", "glm", loss="moving reference", loads="TP2+SP EP2 ETP1 glm moving reference"),
     Case("PP2", "qwen3 deep", loss="moving reference", loads="PP2 VP2 qwen3 deep moving reference"),
+    Case("CP2", "llama", loss="taught"),
+    Case("PP2 VP2", "qwen3 deep", loss="taught"),
+    Case("DP2 EP2", "moe", "overlap param gather", loss="taught"),
+    Case("CP2 EP2", "glm", loss="taught"),
     Case("DP2", loss="over a support"),
     Case("TP2", "qwen3 untied", "vocabulary padded", loss="over a support"),
     Case("PP2 VP2", "qwen3 deep", loss="over a support"),
@@ -439,6 +448,8 @@ def with_batches(case: Case, world_size: int) -> Case:
         make_batch_of([5, 6, 7], seed=2),
     ]
     batches = [replace(b, steps=tuple(_with_multiple(_dealt(step, dp), multiple) for step in b.steps)) for b in batches]
+    if case.loss == "taught":
+        batches = [replace(b, is_older=True, extra=b.extra | {POLICY_VERSIONS: some_versions(b)}) for b in batches]
     if case.loss == "over a support":
         batches = [replace(batch, support=some_support(batch)) for batch in batches]
     for batch in batches:
@@ -458,6 +469,11 @@ def with_batches(case: Case, world_size: int) -> Case:
             for k, b in enumerate(batches)
         ]
     return replace(case, batches=tuple(batches))
+
+
+def some_versions(batch: TrainBatch) -> npt.NDArray[np.int64]:
+    """Of each token 1; of every third an unknown one."""
+    return np.where(np.arange(len(batch.tokens)) % 3, 1, -1)
 
 
 def some_support(batch: TrainBatch, most: int = 30, vocab: int = SMALL["vocab_size"]) -> SamplingSupport:

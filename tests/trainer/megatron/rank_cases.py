@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from tests.trainer.megatron.matrix import CRITIC, LOSSES
 from tests.trainer.megatron.peak_memory import PeakMemory
 from tests.trainer.megatron.rank_processes import result_file
-from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, SyncConfig, TrainConfig
+from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, SyncConfig, TeacherConfig, TrainConfig
 from vime.errors import TrainingError
 from vime.platform import get_platform
 from vime.trainer.megatron.trainer import MegatronTrainer
@@ -60,6 +60,7 @@ def run(case, rank, world_size, folder, platform):
     has_critic = case.loss == "ppo"
     config = Config(
         algo=AlgoConfig(**LOSSES[case.loss]),
+        teacher=TeacherConfig(opd_teacher_load=str(folder / case.model)) if case.loss == "taught" else TeacherConfig(),
         critic=CriticConfig(critic_load=str(folder / f"critic {case.model}"), **CRITIC)
         if has_critic
         else CriticConfig(),
@@ -84,8 +85,8 @@ def run(case, rank, world_size, folder, platform):
         trainer.load(folder / f"checkpoint {case.loads}")
         batches = batches[1:]
     out["random"] = random_streams()
-    out["gathered"] = gather_peak(trainer)
     out["buckets"] = [None if m is None else m.num_bytes for m in trainer.weights(1)]
+    out["gathered"] = gather_peak(trainer)  # of a version that is known, so that --keep-old-actor keeps no other
     out["log_probs"], out["scores"] = trainer.log_probs(batches[0]), trainer.score([[1, 2, 3], [4, 5, 6, 7, 8]])
     if has_critic:
         out["values"] = trainer.values(batches[0])

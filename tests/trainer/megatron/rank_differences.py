@@ -100,7 +100,7 @@ def compare_metrics(result, case, ranks, wanted, bound):
             if not name.startswith(("train/", "rollout/")) or name.startswith(without):
                 continue
             # A mean difference of two log-probs keeps only what float32 leaves of each.
-            small = name in ("train/ppo_kl", "train/kl_loss", "rollout/kl") or "diff" in name
+            small = name in ("train/ppo_kl", "train/kl_loss", "train/opd_kl", "rollout/kl") or "diff" in name
             small |= case.loss == "kl in reward" and name.startswith("rollout/advantages")  # made of such differences
             # So do means of numbers of either sign.
             tiny = bound / 10 if small or (has_critic and name in ("train/loss", "train/pg_loss")) else 1e-8
