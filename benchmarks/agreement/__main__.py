@@ -5,9 +5,9 @@
     python -m benchmarks.agreement --drift RUN …         # finished runs: no upward drift
     python -m benchmarks.agreement --drift DENSE --without RUN … --with RUN …    # and R3 beside them, seed by seed
 
---cpu and --cuda make a small random dense model and a small random mixture of experts, let an engine sample from each,
-and score the samples by trainer and HF. A row is a model; `without R3` says that the trainer routes by itself. Exit
-code 0: every row is there and within its bound.
+--cpu and --cuda make a small random dense model and small random mixtures of experts, let an engine sample from each,
+and score the samples by trainer and HF. A row is a model; without R3 the trainer routes by itself, with R3 it uses the
+experts that the engine says it used. Exit code 0: every row is there and within its bound.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.agreement.runs import MAX_DRIFT, MAX_RATIO, drift, ratio, read_differences  # noqa: E402
 
 FLOAT32_BOUND = 1e-5
-ROWS: Mapping[str, Mapping[str, Any]] = {
-    "dense": {"family": "qwen3"},
-    "experts, without R3": {"family": "qwen3_moe"},
+ROWS: Mapping[str, tuple[str, bool]] = {
+    "dense": ("qwen3", False),
+    "experts, without R3": ("qwen3_moe", False),
+    "experts, with R3": ("qwen3_moe", True),
+    "dense and shared experts, with R3": ("glm4_moe", True),
 }
-"""Row -> what `vime init-model` makes."""
+"""Row -> family of the model, and whether the trainer replays the engine's experts."""
+_SAMPLES, _NEW_TOKENS = 2, 24
+"""Of each prompt, at most: on a CPU engines that say which experts they used make some tens of tokens a second."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Row:
     name: str
     dtype: str
     num_tokens: int
+    num_routed: int
+    """Tokens whose experts were replayed; 0 without R3."""
     trainer_engine: float
     hf_engine: float
     hf_trainer: float
@@ -55,25 +62,41 @@ class Row:
         return all(x <= self.bound for x in (self.trainer_engine, self.hf_engine, self.hf_trainer))
 
 
-def measure(name: str, shape: Mapping[str, Any], platform: Any, folder: Path, *, dtype: str) -> Row:
-    """Make the model, sample from it, score by everybody."""
+def measure(name: str, family: str, platform: Any, folder: Path, *, replays: bool, dtype: str) -> Row:
+    """Make the model, sample from it, score by everybody.
+
+    Raises: RuntimeError if the engine has not said which experts it used, where they are to be replayed.
+    """
     from vime.agreement.analysis import Means
     from vime.agreement.compare import analyse_checkpoint
     from vime.agreement.comparison import ENGINE, TRAINER
     from vime.agreement.explain import precision_bound
     from vime.cli.init_model import init_model
     from vime.cli.tiny_model import TinyModel
-    from vime.config import Config, RolloutConfig
+    from vime.config import Config, RolloutConfig, TrainConfig
 
-    init_model(folder, TinyModel(vocab="bytes", dtype=dtype, **shape))
-    config = Config(rollout=RolloutConfig(rollout_max_context_len=128))
-    comparison = analyse_checkpoint(folder, Means(config=config, platform=platform)).comparison
+    init_model(folder, TinyModel(vocab="bytes", family=family, dtype=dtype))
+    config = Config(
+        rollout=RolloutConfig(rollout_max_context_len=128),
+        train=TrainConfig(use_rollout_routing_replay=replays),
+    )
+    comparison = analyse_checkpoint(
+        folder,
+        Means(config=config, platform=platform),
+        samples_per_prompt=_SAMPLES,
+        max_new_tokens=_NEW_TOKENS,
+    ).comparison
+    samples = comparison.tokens.samples
+    num_routed = sum(sample.num_routed for sample in samples)
+    if replays and num_routed != (wanted := sum(len(sample.tokens) - 1 for sample in samples)):
+        raise RuntimeError(f"{name}: the engine said of {num_routed} of {wanted} tokens which experts it used")
     narrow, wide = [who for who in comparison.scores if who.startswith("HF")]
     rounding = comparison.difference(narrow, wide).mean
     return Row(
         name=name,
         dtype=dtype,
         num_tokens=len(comparison.tokens.place),
+        num_routed=num_routed,
         trainer_engine=comparison.difference(TRAINER, ENGINE).mean,
         hf_engine=comparison.difference(wide, ENGINE).mean,
         hf_trainer=comparison.difference(wide, TRAINER).mean,
@@ -85,14 +108,16 @@ def measure(name: str, shape: Mapping[str, Any], platform: Any, folder: Path, *,
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| model | dtype | tokens | trainer - engine | HF - engine | HF - trainer | HF's own rounding | bound | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | dtype | tokens | replayed | trainer - engine | HF - engine | HF - trainer | HF rounds | bound | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         figures = (r.trainer_engine, r.hf_engine, r.hf_trainer, r.rounding, r.bound)
         verdict = "within" if r.is_within else "ABOVE"
         lines.append(
-            f"| {r.name} | {r.dtype} | {r.num_tokens} | " + " | ".join(f"{f:.1e}" for f in figures) + f" | {verdict} |"
+            f"| {r.name} | {r.dtype} | {r.num_tokens} | {r.num_routed} | "
+            + " | ".join(f"{f:.1e}" for f in figures)
+            + f" | {verdict} |"
         )
     return "\n".join(lines)
 
@@ -105,9 +130,11 @@ def models(device: str, out: Path | None) -> int:
     rows = []
     scratch = Path(tempfile.mkdtemp(prefix="vime_agreement_"))
     try:
-        for number, (name, shape) in enumerate(ROWS.items()):
-            rows.append(measure(name, shape, platform, scratch / str(number), dtype=dtype))
-            print(f"agreement: {name}: trainer - engine {rows[-1].trainer_engine:.2e}", flush=True)
+        for number, (name, (family, replays)) in enumerate(ROWS.items()):
+            begin = time.monotonic()
+            rows.append(measure(name, family, platform, scratch / str(number), replays=replays, dtype=dtype))
+            took = time.monotonic() - begin
+            print(f"agreement: {name}: trainer - engine {rows[-1].trainer_engine:.2e}, {took:.0f} s", flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         print(table(rows))

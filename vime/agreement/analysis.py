@@ -113,9 +113,11 @@ def analyse(
     exact = tokens.pick(hf.log_probs(tokens.sequences, temperature=temperature))
     seen[wide_name] = inside.look_inside(hf, tokens, looked)
     if means.with_trainer:
+        routed = tokens.routed_experts if means.config.train.use_rollout_routing_replay else None
         with closing(_scorer(means, weights.sampled)) as trainer:
-            scores[TRAINER] = tokens.pick(trainer.log_probs(tokens.sequences, temperature=temperature))
-            seen[TRAINER] = inside.look_inside(trainer, tokens, looked)
+            scored = trainer.log_probs(tokens.sequences, temperature=temperature, routed_experts=routed)
+            scores[TRAINER] = tokens.pick(scored)
+            seen[TRAINER] = inside.look_inside_with_experts(trainer, tokens, looked, routed)
     if fresh is not None and temperature == 1.0:
         scores[FRESH] = fresh
     scores[wide_name] = exact

@@ -23,9 +23,6 @@ from vime.observability.rollout_file import read_rollout
 from vime.protocols import SamplingParams
 from vime.types import PolicyVersion, Sample
 
-_OWN_SAMPLES, _OWN_TOKENS = 4, 64
-"""Of each prompt, where a checkpoint has no rollouts."""
-
 
 def planned(
     run: RunFiles, hf_checkpoint: Path | None, steps: Sequence[int] | None
@@ -114,15 +111,26 @@ def analyse_samples(
     return analyse(tokens, Weights(sampled=folder, others={}, dtype=dtype), means, make=make, fresh=fresh)
 
 
-def analyse_checkpoint(folder: Path, means: Means, *, max_samples: int | None = None) -> Analysis:
+def analyse_checkpoint(
+    folder: Path,
+    means: Means,
+    *,
+    max_samples: int | None = None,
+    samples_per_prompt: int = 4,
+    max_new_tokens: int = 64,
+) -> Analysis:
     """An HF checkpoint, on samples that an engine started for it makes of prompts of our own.
 
+    Args: samples_per_prompt, max_new_tokens: what the engine samples of each of the 8 prompts.
     Raises: EngineError if the engine does not start; as `analyse`.
     """
     rollout = means.config.rollout
     context = rollout.rollout_max_context_len or int(read_model_config(str(folder))["max_position_embeddings"])
     sampling = SamplingParams(
-        temperature=rollout.rollout_temperature, n=_OWN_SAMPLES, max_tokens=min(_OWN_TOKENS, context // 2), seed=0
+        temperature=rollout.rollout_temperature,
+        n=samples_per_prompt,
+        max_tokens=min(max_new_tokens, context // 2),
+        seed=0,
     )
     with engine_starter(means.config, means.platform)(folder) as engine:
         samples = engine.sample(own_prompts(folder), sampling)

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from vime.config import Config
 from vime.config.hf import read_model_config
-from vime.engine.vllm.answers import parse_completions, request_body
+from vime.engine.vllm.answers import RoutingShape, parse_completions, request_body
 from vime.engine.vllm.processes import local_client
 from vime.engine.vllm.server import SERVED_MODEL_NAME, EngineServer
 from vime.errors import ConfigError, EngineError
-from vime.orchestration.engine_settings import engine_arguments
+from vime.orchestration.engine_settings import engine_arguments, routing_shape
 from vime.platform.base import Platform
 from vime.protocols import GenerateRequest, SamplingParams
 from vime.types import Sample, SampleStatus
@@ -45,6 +45,7 @@ class FreshEngine:
         key: what its doors ask for.
         log_path: its log.
         start_timeout_s: how long it may take to start.
+        routing: of a model with experts: its samples say which ones were used.
     """
 
     def __init__(
@@ -56,10 +57,17 @@ class FreshEngine:
         key: str,
         log_path: Path,
         start_timeout_s: float,
+        routing: RoutingShape | None = None,
     ) -> None:
         self._server = EngineServer(
-            str(folder), arguments=arguments, environment=environment, key=key, log_path=log_path
+            str(folder),
+            arguments=arguments,
+            environment=environment,
+            key=key,
+            log_path=log_path,
+            routed_experts=routing is not None,
         )
+        self._routing = routing
         self._limit, self._start_timeout_s = int(arguments["max_model_len"]), start_timeout_s
         self._http: httpx.Client = local_client(key)
 
@@ -90,8 +98,13 @@ class FreshEngine:
 
     def _score(self, number: int, sequence: Sequence[int]) -> npt.NDArray[np.float64]:
         ids = tuple(sequence[: self._limit - 1])
-        request = GenerateRequest(request_id=f"score-{number}", token_ids=ids, sampling=SamplingParams(max_tokens=1))
-        body = request_body(request, SERVED_MODEL_NAME)
+        request = GenerateRequest(
+            request_id=f"score-{number}",
+            token_ids=ids,
+            sampling=SamplingParams(max_tokens=1),
+            routed_experts_start=None,
+        )
+        body = request_body(request, SERVED_MODEL_NAME, self._routing)
         body["sampling_params"]["prompt_logprobs"] = 0  # the prompt's own tokens alone
         entries = self._post(body).get("prompt_logprobs")
         if entries is None or len(entries) != len(ids):
@@ -112,9 +125,9 @@ class FreshEngine:
 
     def _sample(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> list[Sample]:
         request = GenerateRequest(request_id=f"sample-{number}", token_ids=tuple(prompt), sampling=sampling)
-        answer = self._post(request_body(request, SERVED_MODEL_NAME))
+        answer = self._post(request_body(request, SERVED_MODEL_NAME, self._routing))
         samples = []
-        for completion in parse_completions(answer, request, self._server.adapter, _VERSION):
+        for completion in parse_completions(answer, request, self._server.adapter, _VERSION, self._routing):
             sample = Sample(tokens=tuple(prompt), status=SampleStatus.COMPLETED, group_id=number)
             sample.append_response(
                 completion.token_ids,
@@ -144,6 +157,7 @@ def engine_starter(config: Config, platform: Platform) -> Callable[[Path], Fresh
 
     def start(folder: Path) -> FreshEngine:
         hf = read_model_config(str(folder))
+        routing = routing_shape(alone, hf)
         arguments = engine_arguments(alone, platform, hf)
         # One more than the run's: a sequence that fills the context is scored, and a token sampled behind it.
         arguments["max_model_len"] = min(arguments["max_model_len"] + 1, int(hf["max_position_embeddings"]))
@@ -152,10 +166,11 @@ def engine_starter(config: Config, platform: Platform) -> Callable[[Path], Fresh
         return FreshEngine(
             folder,
             arguments=arguments,
-            environment=platform.engine_environment(1),
+            environment=platform.engine_environment(1, routed_experts=routing is not None),
             key=secrets.token_urlsafe(32),
             log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}" / "engine.log",
             start_timeout_s=config.log.engine_start_timeout_s,
+            routing=routing,
         )
 
     return start

@@ -14,16 +14,26 @@ from torch import Tensor
 
 from vime.agreement.explain import PRECISION_FACTOR, Flips
 from vime.agreement.tokens import Tokens
+from vime.types import RoutedExperts
 
 _FLOOR = 1e-5
 """Relative difference of hidden states that float32 sums in another order may have."""
 
 
 class SeenInside(Protocol):
-    """HfModel and the trainer's Scorer."""
+    """HfModel, and the trainer's Scorer."""
 
     def inside(self, sequence: Sequence[int]) -> tuple[list[Tensor], Mapping[int, Tensor]]:
         """Hidden states of the embedding and of each layer, and each router's choice."""
+
+
+class SeenInsideWithExperts(Protocol):
+    """The trainer's Scorer."""
+
+    def inside(
+        self, sequence: Sequence[int], routed_experts: RoutedExperts | None = None
+    ) -> tuple[list[Tensor], Mapping[int, Tensor]]:
+        """As SeenInside's, with the experts of the sequence's tokens where they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,25 @@ class Insides:
 
 def look_inside(model: SeenInside, tokens: Tokens, samples: Sequence[int]) -> Insides:
     """Run some of the samples through a model."""
-    seen = [model.inside(tokens.samples[i].tokens) for i in samples]
+    return _seen([model.inside(tokens.samples[i].tokens) for i in samples], samples)
+
+
+def look_inside_with_experts(
+    model: SeenInsideWithExperts, tokens: Tokens, samples: Sequence[int], routed_experts: RoutedExperts | None
+) -> Insides:
+    """The same, with the given experts of all the tokens where there are some."""
+    if routed_experts is None:
+        return look_inside(model, tokens, samples)
+    starts = routed_experts.starts
+    rows = [
+        RoutedExperts(routed_experts.rows[starts[i] : starts[i + 1]], routed_experts.known[i : i + 1]) for i in samples
+    ]
+    return _seen(
+        [model.inside(tokens.samples[i].tokens, given) for i, given in zip(samples, rows, strict=True)], samples
+    )
+
+
+def _seen(seen: Sequence[tuple[list[Tensor], Mapping[int, Tensor]]], samples: Sequence[int]) -> Insides:
     return Insides(tuple(samples), tuple(s for s, _ in seen), tuple(r for _, r in seen))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.errors import DataError
-from vime.types import PolicyVersion, Sample
+from vime.loop.columns import routed_columns
+from vime.types import PolicyVersion, RoutedExperts, Sample
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,6 +51,12 @@ class Tokens:
         of_samples = [numbers.setdefault(s.prompt_tokens, len(numbers)) for s in self.samples]
         prompt: npt.NDArray[np.int64] = np.array(of_samples, np.int64)[self.sample]
         return prompt
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Those that the engine used for the samples' tokens, where they are known; None where they are of none."""
+        lengths = np.array([len(s) for s in self.sequences], np.int64)
+        return routed_columns(self.samples, np.concatenate(self.sequences).astype(np.int32), lengths)
 
     def pick(self, scores: Sequence[npt.NDArray[Any]]) -> Floats:
         """[N] of scores of whole sequences, one [length] array each."""

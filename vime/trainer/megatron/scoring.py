@@ -16,10 +16,14 @@ from torch import Tensor
 
 from vime.config import Config
 from vime.config.stages import FIELDS
+from vime.errors import TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
 from vime.trainer.megatron import cpu_shims, fixes, forward, hf_io, model, parallel, settings
 from vime.trainer.megatron.layout import layout_of
+from vime.trainer.megatron.routed_layers import routers_of
+from vime.trainer.megatron.routing_replay import RoutingPass, Tally
+from vime.types import RoutedExperts
 
 _OF_SEVERAL_RANKS = (
     "tensor_model_parallel_size",
@@ -69,6 +73,8 @@ class Scorer:
             for module in self._wrapped:
                 module.requires_grad_(False).eval()
             self._layout = layout_of(self._model, self._settings, device_type=platform.device_type)
+            self._routers = routers_of(self._chunks, self._settings)
+            self._device = next(self._chunks[0].parameters()).device
         except BaseException:
             self.close()
             raise
@@ -78,13 +84,22 @@ class Scorer:
         return model.PolicyModel(self._model, self._settings, chunk_size=chunk_size, chunk=chunk)
 
     def log_probs(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        routed_experts: RoutedExperts | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """One [length] array for each sequence, NaN first; packed as the run packs micro-batches."""
+        """One [length] array for each sequence, NaN first; packed as the run packs micro-batches.
+
+        Args: routed_experts: of the sequences' tokens; these are used where they are known, as a run with R3 does.
+        Raises: TrainingError if they are not of this model.
+        """
         lengths = np.array([len(s) for s in sequences], np.int64)
         cu = np.concatenate([[0], np.cumsum(lengths)])
         wanted = np.ones(cu[-1], np.bool_)
         wanted[cu[:-1]] = False
+        routing = None if routed_experts is None else self._replayed(routed_experts)
         out = forward.shared_log_probs(
             self._wrapped,
             np.concatenate([np.asarray(s, np.int32) for s in sequences]),
@@ -93,8 +108,22 @@ class Scorer:
             wanted,
             layout=self._layout,
             temperature=temperature,
+            routing=routing,
         )
+        if routing is not None and routing.tally is not None and (broken := int(routing.tally.repeated)):
+            raise TrainingError(f"routed experts of {broken} tokens name an expert twice, which no router does")
         return [out[cu[i] : cu[i + 1]] for i in range(len(sequences))]
+
+    def _replayed(self, routed_experts: RoutedExperts) -> RoutingPass:
+        """Raises: TrainingError if the rows are of another shape than the model."""
+        routers = self._routers
+        shape = (routers.num_layers, routers.top_k if routers.num_experts else 0)
+        if routed_experts.rows.shape[1:] != shape:
+            raise TrainingError(
+                f"samples have routed experts of {routed_experts.rows.shape[1:]} (layers, experts a token), but the "
+                f"model's are {shape}; did this model sample them?"
+            )
+        return RoutingPass(routers, self._device, routed_experts, tally=Tally(routers, self._device))
 
     def _micro_batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         train = self._config.train
@@ -108,9 +137,12 @@ class Scorer:
             micro.append(i)
         yield micro
 
-    def inside(self, sequence: Sequence[int]) -> tuple[list[Tensor], Mapping[int, Tensor]]:
+    def inside(
+        self, sequence: Sequence[int], routed_experts: RoutedExperts | None = None
+    ) -> tuple[list[Tensor], Mapping[int, Tensor]]:
         """What goes on in one sequence of n tokens.
 
+        Args: routed_experts: as for `log_probs`.
         Returns: hidden states [n, hidden], float32 on the CPU: the embedding's, then each layer's; and of each layer
             with experts (counted from 0) the experts chosen, [n, experts] bool.
         """
@@ -123,7 +155,7 @@ class Scorer:
                 add(layer, lambda output: states.append(_rows(output[0])))
                 for router in (m for m in layer.modules() if isinstance(m, TopKRouter)):
                     add(router, lambda output, n=number: routed.update({n: output[1].detach().cpu()}))
-            self.log_probs([sequence])
+            self.log_probs([sequence], routed_experts=routed_experts)
         return states, routed
 
     def close(self) -> None:
