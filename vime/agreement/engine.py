@@ -43,7 +43,7 @@ class FreshEngine:
         folder: the HF checkpoint.
         arguments, environment: as `EngineServer` takes them; `max_model_len` among the arguments.
         key: what its doors ask for.
-        log_path: its log.
+        log_path: its log, which is removed where all went well.
         start_timeout_s: how long it may take to start.
         routing: of a model with experts: its samples say which ones were used.
     """
@@ -76,12 +76,16 @@ class FreshEngine:
             self._server.start()
             self._server.wait_ready(self._start_timeout_s)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.stop()
             raise
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _where: TracebackType | None
+    ) -> None:
         self.stop()
+        if kind is None:
+            self._server.log_path.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """End it; harmless when it has ended."""
@@ -168,7 +172,7 @@ def engine_starter(config: Config, platform: Platform) -> Callable[[Path], Fresh
             arguments=arguments,
             environment=platform.engine_environment(1, routed_experts=routing is not None),
             key=secrets.token_urlsafe(32),
-            log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}" / "engine.log",
+            log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}.log",
             start_timeout_s=config.log.engine_start_timeout_s,
             routing=routing,
         )
