@@ -34,12 +34,16 @@ def with_other_experts(sample: Sample) -> Sample:
 
 @pytest.mark.parametrize(("kind", "layers"), [("qwen3_moe", (0, 1)), ("glm4_moe", (1, 2))])
 def test_three_steps_replay_what_the_engine_routed(
-    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, kind: str, layers: tuple[int, ...]
+    run_train: Callable[..., str], grpo_flags: list[str], task: Path, tmp_path: Path, kind: str, layers: tuple[int, ...]
 ) -> None:
     model, run = save_tiny_model(tmp_path / "model", kind), tmp_path / "run"
+    held_out = tmp_path / "held_out.jsonl"  # evaluated after the last step, by the interpreter as well
+    held_out.write_text("".join((task / "data" / "heldout.jsonl").read_text().splitlines(True)[:4]))
+    at = grpo_flags.index("--eval-prompt-data")
     flags = [
-        *grpo_flags,
-        *("--hf-checkpoint", str(model), "--rollout-batch-size", "4"),
+        *grpo_flags[:at],
+        *grpo_flags[at + 3 :],
+        *("--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--eval-prompt-data", "heldout", str(held_out)),
         *("--skip-eval-before-train", "--weight-probe-interval", "0", "--use-rollout-routing-replay"),
         *("--lr-decay-iters", "6"),
     ]
