@@ -43,13 +43,14 @@ def gather_peak(trainer):
 
     Of experts, which go out one by one, it is one expert's matrix.
     """
-    model = [t for chunk in trainer._policy.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    known = [t for chunk in trainer._policy.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    known += [host for kept in trainer._others._sent.values() for _, host in kept._places()]  # --keep-old-actor's
     sizes = []
     for home in trainer._homes.values():
         shapes = home.shapes[:1] if home.holders else home.shapes
         sizes.append(sum(math.prod(shape) for shape in shapes) * home.dtype.itemsize)
     writer, trainer._writer = trainer._writer, None
-    with PeakMemory(model) as peak:
+    with PeakMemory(known) as peak:
         deque(trainer.weights(1), maxlen=0)
     trainer._writer = writer
     return peak.peak, max(sizes)
