@@ -42,6 +42,7 @@ def test_a_step_whose_weights_were_not_kept_is_refused(
     assert "version 2 sampled rollout 1, and weights are saved of 1, 3, 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_rollouts_is_sampled_from_and_an_engine_scores_them_anew(
     task: Path, tmp_path: Path
 ) -> None:
