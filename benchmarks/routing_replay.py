@@ -29,6 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import say, write_checkpoint  # noqa: E402
 from benchmarks.train_step import batch_of  # noqa: E402
 from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
 from vime.models import family_of  # noqa: E402
@@ -65,22 +66,6 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], device: str, dtype: torch.dtype) -> None:
-    """A checkpoint of random weights, drawn on the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(config)
-    hf = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    hf.architectures = config["architectures"]
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
-    model.save_pretrained(folder)
-    del model
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def own_choice(trainer: Any, batch: TrainBatch) -> RoutedExperts:
     """The experts that the trainer's own routers choose for each token but a sample's last, as an engine gives them."""
     from vime.trainer.megatron import forward
@@ -113,7 +98,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if arguments.num_layers:
         config = {**config, "num_hidden_layers": arguments.num_layers}
     device = "cpu" if arguments.tiny else "cuda"
-    write_checkpoint(folder / "model", config, device, torch.float32 if arguments.tiny else torch.bfloat16)
+    write_checkpoint(folder / "model", config, device=device, dtype=torch.float32 if arguments.tiny else torch.bfloat16)
     megatron = {"lr": 1e-6, "bf16": not arguments.tiny, **json.loads(arguments.megatron)}
     trainer = MegatronTrainer(
         Config(megatron=megatron, rollout=RolloutConfig(rollout_temperature=1.0), train=TrainConfig()),
@@ -173,11 +158,7 @@ def main() -> int:
         parser.error("give a config.json, or --tiny")
     with tempfile.TemporaryDirectory() as folder:
         result = measure(arguments, Path(folder))
-    line = json.dumps(result)
-    print(line)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    say(result, arguments.out)
     return 0 if result["ratio"] <= arguments.bar else 1
 
 

@@ -31,7 +31,8 @@ os.environ.update(CUDA.trainer_environment(1, "127.0.0.1"))  # before torch
 
 import torch  # noqa: E402
 
-from benchmarks.train_step import batch_of, write_checkpoint  # noqa: E402
+from benchmarks.common import say, write_checkpoint  # noqa: E402
+from benchmarks.train_step import batch_of  # noqa: E402
 from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
 from vime.engine.vllm.client import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
@@ -178,11 +179,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the line to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        line = json.dumps(measure(arguments, Path(folder)))
-    print(line)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        result = measure(arguments, Path(folder))
+    say(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from benchmarks.train_step import write_checkpoint
+    from benchmarks.common import write_checkpoint
 
     write_checkpoint(folder, {**config, "eos_token_id": None, "bos_token_id": None})
     words = {f"w{i}": i for i in range(config["vocab_size"])}
@@ -201,25 +201,22 @@ def main() -> None:
         return
     if options.steps <= WARM_UP_STEPS:
         parser.error(f"--steps must be above {WARM_UP_STEPS}")
+    from benchmarks.common import say  # imports torch, before which the child that runs vLLM sets its environment
+
     with tempfile.TemporaryDirectory() as folder:
         limits = child(Path(folder), "prepare", options) | child(Path(folder), "offline", options)
         steps = train(Path(folder), options, config)
         versions = json.loads((Path(folder) / "run" / "versions.json").read_text(encoding="utf-8"))
     shape = {n: getattr(options, n) for n in ("layout", "prompts", "samples", "prompt_len", "response_len", "flags")}
-    line = json.dumps(
-        {
-            "model": options.config.parent.name,
-            "num_layers": config["num_hidden_layers"],
-            **shape,
-            **figures(steps, limits, family_of(config).settings(config), options),
-            "limits": limits,
-            "versions": versions,
-        }
-    )
-    print(line)
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    result = {
+        "model": options.config.parent.name,
+        "num_layers": config["num_hidden_layers"],
+        **shape,
+        **figures(steps, limits, family_of(config).settings(config), options),
+        "limits": limits,
+        "versions": versions,
+    }
+    say(result, options.out)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import say, write_checkpoint  # noqa: E402
 from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
 from vime.models import family_of  # noqa: E402
 from vime.models.flops import forward_flops  # noqa: E402
@@ -52,23 +53,6 @@ def matmul_tflops() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     best = min(seconds(lambda: a @ b) for _ in range(20))
     return 2 * 8192**3 / best / 1e12
-
-
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> int:
-    """A checkpoint of random weights, drawn on the device. Returns: its number of parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(config)
-    hf = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    hf.architectures = config["architectures"]
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    size = sum(p.numel() for p in model.parameters())
-    del model
-    torch.cuda.empty_cache()
-    return size
 
 
 def batch_of(samples: int, length: int, prompt: int, micro_batch_size: int, vocab_size: int) -> TrainBatch:
@@ -175,11 +159,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the line to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        line = json.dumps(measure(arguments, Path(folder)))
-    print(line)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        result = measure(arguments, Path(folder))
+    say(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import say, write_checkpoint  # noqa: E402
 from vime.config import Config, LogConfig, RolloutConfig, SyncConfig, TrainConfig  # noqa: E402
 from vime.engine.vllm.client import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
@@ -41,23 +42,14 @@ PROMPTS = [list(range(10, 42)), list(range(100, 110))]
 MAX_MODEL_LEN = 512
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], dtype: str, device: str) -> None:
+def write_model(folder: Path, config: dict[str, Any], dtype: str, device: str) -> None:
     """A checkpoint of random weights, with a tokenizer of two words."""
     from tokenizers import Tokenizer, models
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    settings = dict(config)
-    hf = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    hf.architectures = config["architectures"]
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, dtype))
-    model.save_pretrained(folder)
+    write_checkpoint(folder, config, device=device, dtype=getattr(torch, dtype))
     words = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
-    del model
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the engine measures what is free
 
 
 def start_engine(arguments: argparse.Namespace, platform: Platform, folder: Path, dtype: str, key: str) -> EngineServer:
@@ -161,7 +153,7 @@ def main() -> None:
         # As a training rank's process has it; read when CUDA starts, and not for the engine.
         environment = platform.trainer_environment(1, "127.0.0.1")
         os.environ.update(environment)
-        write_checkpoint(folder / "model", config, dtype, platform.device_type)
+        write_model(folder / "model", config, dtype, platform.device_type)
         for name in environment:
             del os.environ[name]
         key = secrets.token_hex(16)
@@ -172,10 +164,7 @@ def main() -> None:
             for transport in transports:
                 for bucket_mib in arguments.bucket_mib:
                     row = measure(arguments, platform, folder, control, transport, bucket_mib, dtype)
-                    print(json.dumps(row), flush=True)
-                    if arguments.out:
-                        with arguments.out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(row) + "\n")
+                    say(row, arguments.out)
             control.close()
         finally:
             server.stop()

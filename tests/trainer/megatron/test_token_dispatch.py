@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from vime.trainer.megatron import token_dispatch as td
+from vime.trainer.megatron.rows import take_rows
 
 HIDDEN = 8
 SHAPES = pytest.mark.parametrize(("tokens", "experts", "chosen"), [(13, 5, 2), (1, 4, 3), (40, 16, 8), (6, 3, 1)])
@@ -29,7 +30,7 @@ def there_and_back(shape, dtype, device="cpu"):
     order = td.Order.of(routing_map, chosen)
 
     def ours():
-        rows, p = td.copies(x, order), td.take(probs.view(-1), order.probs)
+        rows, p = td.copies(x, order), take_rows(probs.view(-1), order.probs)
         return rows, p, td.sums((rows.float() * p[:, None]).to(dtype), order)
 
     def theirs():
@@ -83,7 +84,7 @@ def test_on_cuda_rows_and_sums_are_megatrons_and_the_host_waits_for_nothing(dtyp
     torch.cuda.set_sync_debug_mode("error")
     try:
         order = td.Order.of(routing_map, 8)
-        rows = td.copies(x, order) * td.take(probs.view(-1), order.probs)[:, None]
+        rows = td.copies(x, order) * take_rows(probs.view(-1), order.probs)[:, None]
         td.sums(rows.to(dtype), order).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,9 +16,9 @@ from vime.config.hf_weights import read_weights
 from vime.models import ModelSettings, NameMap
 from vime.models.value_head import STORED, CriticNames, untied
 from vime.trainer.megatron import hf_io
-from vime.trainer.megatron.layers import take_rows
 from vime.trainer.megatron.model import gpt_arguments
 from vime.trainer.megatron.packing import Packed
+from vime.trainer.megatron.rows import take_rows
 from vime.trainer.megatron.safetensors_io import SafetensorsFolder
 from vime.trainer.megatron.settings import MegatronSettings
 

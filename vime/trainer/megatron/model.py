@@ -24,9 +24,10 @@ from vime.models.memory import default_chunk_size
 from vime.trainer.megatron import fused_optimizer, parallel
 from vime.trainer.megatron.compiled import compiler_works
 from vime.trainer.megatron.experts import keep_router_bias_in_float32
-from vime.trainer.megatron.layers import block_spec, take_rows
+from vime.trainer.megatron.layers import block_spec
 from vime.trainer.megatron.log_probs import VocabularyShard, chunked_log_probs
 from vime.trainer.megatron.packing import Packed
+from vime.trainer.megatron.rows import take_rows
 from vime.trainer.megatron.settings import MegatronSettings
 
 

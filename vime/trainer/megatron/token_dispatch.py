@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from vime.trainer.megatron.compiled import compiled
+from vime.trainer.megatron.rows import take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class GatheringDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.hidden_shape_before_permute = tokens.shape
         self._order = Order.of(routing_map, self.config.moe_router_topk)
-        return copies(tokens, self._order), take(probs.view(-1), self._order.probs)
+        return copies(tokens, self._order), take_rows(probs.view(-1), self._order.probs)
 
     def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of this rank's experts, from all ranks."""
@@ -121,12 +122,6 @@ def sums(x: Tensor, order: Order) -> Tensor:
     return out
 
 
-def take(x: Tensor, places: Tensor) -> Tensor:
-    """[N] numbers at distinct places."""
-    out: Tensor = _Take.apply(x, places)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -149,19 +144,6 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
         return grads[0].index_select(0, tokens), None, None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.size = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.size).index_copy_(0, places, grads[0]), None
 
 
 @compiled(0, 1)
