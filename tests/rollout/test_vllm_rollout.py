@@ -84,6 +84,12 @@ def test_seeds_differ_by_group_and_fit_any_reader(tokenizer: Any, pool: GraderPo
     assert all(seed is not None and 0 <= seed < 2**53 for seed in seeds)
 
 
+def test_requests_have_no_seed_where_engines_are_to_draw_from_one_stream(tokenizer: Any, pool: GraderPool) -> None:
+    bench = Bench(tokenizer, pool, FakeEngines(lambda request, index: ([5], "stop")), rollout_request_seeds=False)
+    bench.run(0)
+    assert {request.sampling.seed for request in bench.engines.requests} == {None}
+
+
 def test_concurrency_is_bounded(tokenizer: Any, pool: GraderPool) -> None:
     engines = FakeEngines(seeded_digits(tokenizer), in_groups_of(3))
     bench = Bench(tokenizer, pool, engines, rollout_batch_size=9, rollout_concurrency=3)

@@ -10,7 +10,7 @@ from vime.data.source import take_groups
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.evaluate import evaluate
-from vime.rollout.generate import request_seed, rollout_sampling
+from vime.rollout.generate import group_seed, rollout_sampling
 from vime.rollout.kept import Kept
 from vime.rollout.runner import GroupRunner
 from vime.rollout.watch import LoopWatch
@@ -38,7 +38,7 @@ def generate_rollout(
 
     It runs an event loop of its own and ends with `engines.aclose()`; the caller must not be inside a loop.
     Each request's seed follows from (--rollout-seed, rollout_id, group_id): without over-sampling the same engines
-    give the same samples again.
+    give the same samples again; with --no-rollout-request-seeds requests have none.
 
     Returns: groups by ascending group_id.
     Raises: EngineError or VimeError with the first failure as its cause when more than a quarter of the groups fail;
@@ -62,12 +62,11 @@ async def _closing(engines: Engines, work: Coroutine[Any, Any, RolloutResult]) -
 async def _collect(context: RolloutContext, rollout_id: int, source: DataSource, engines: Engines) -> RolloutResult:
     config = context.config
     target = config.rollout.rollout_batch_size
-    seed = config.data.rollout_seed
     runner = GroupRunner(
         context,
         engines,
         sampling=rollout_sampling(config),
-        seed_of=lambda group: request_seed(seed, rollout_id, group.group_id),
+        seed_of=lambda group: group_seed(config, rollout_id, group.group_id),
         name=f"rollout-{rollout_id}",
         max_context_len=config.rollout.rollout_max_context_len,
         generate_path=config.rollout.custom_generate_function_path,
