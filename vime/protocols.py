@@ -239,7 +239,7 @@ class BucketReader(Protocol):
 
 
 class DataSource(Protocol):
-    """The data buffer as the rollout sees it. Derive from it to inherit the two methods that do nothing."""
+    """The data buffer as the rollout sees it. Derive from it to inherit the methods that do nothing."""
 
     def get_groups(self, n: int) -> list[Group]:
         """n groups of pending samples with their prompt tokens; those put back come first."""
@@ -258,6 +258,14 @@ class DataSource(Protocol):
 
     def begin_rollout(self, config: RolloutContext, rollout_id: int) -> None:
         """Called before the rollout function, each time."""
+        return None
+
+    def finished(self, group: Group) -> None:
+        """A rollout function says that this group of get_groups is generated and rewarded; for the run's journal."""
+        return None
+
+    def dropped(self, groups: Sequence[Group], reason: str) -> None:
+        """A rollout function says that nobody will train on these groups of get_groups; for the run's journal."""
         return None
 
     def metrics(self) -> Metrics:

@@ -261,6 +261,10 @@ class Group:
 
     group_id: int
     samples: list[Sample]
+    place: tuple[int, int] | None = None
+    """(epoch, index): which prompt of the data it is; None where the data source does not say."""
+    is_finished: bool = False
+    """Handed out with its responses and rewards, of before the run was resumed: it is not generated again."""
 
     def __post_init__(self) -> None:
         if wrong := [s.sample_id for s in self.samples if s.group_id != self.group_id]:
