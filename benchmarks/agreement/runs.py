@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 METRIC = "train/train_rollout_logprob_abs_diff"
@@ -16,12 +17,19 @@ MAX_RATIO = 0.8
 """Of the mean with R3 to that without."""
 # Two-sided 95 % of Student's t, by degrees of freedom.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+_BLOCK, _T_MAX = 10, len(_T) + 1
+"""Steps of a block at least; observations at most."""
 
 
 def read_differences(run: Path) -> list[float]:
-    """The metric of each step of a run, in their order. Raises: ValueError if a step has none."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    values = [row.get(METRIC) for row in rows if "train/step" in row]
+    """The metric of each step of a run, in their order.
+
+    A run that was resumed has the steps after its checkpoint twice, and the later ones count; a line that a crash cut
+    is none. Raises: ValueError if a step has none.
+    """
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {row["step"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
+    values = [row.get(METRIC) for _, row in sorted(rows.items()) if "train/step" in row]
     if not values or any(value is None for value in values):
         raise ValueError(f"{run}: {sum(v is None for v in values)} of {len(values)} steps have no {METRIC}")
     return [float(value) for value in values]
@@ -57,7 +65,7 @@ def drift(values: Sequence[float]) -> Drift:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of means, over pairs of runs with the same seed; geometric mean, with its 95 % interval by Student's t."""
+    """Of means, over pairs; geometric mean, with its 95 % interval by Student's t."""
 
     value: float
     low: float
@@ -70,10 +78,31 @@ class Ratio:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Args: one of each seed, 2 to 10 seeds. Raises: ValueError otherwise."""
+    """Args: one of each pair, 2 to 10 pairs. Raises: ValueError otherwise."""
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True)]
     if len(logs) - 1 not in _T:
         raise ValueError(f"an interval needs 2 to 10 pairs of runs, got {len(logs)}")
     mean = statistics.fmean(logs)
     half = _T[len(logs) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def ratio_of_runs(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> Ratio:
+    """Of runs in pairs, such as with the same seed: each pair's means are one observation.
+
+    A single pair is cut into blocks of steps, whose means are the observations: neighbouring steps are alike, so that
+    steps by themselves would make the interval too narrow.
+
+    Args: the metric of each step, a run each.
+    Raises: ValueError for more than 10 pairs, or a pair alone that is not of 2 x _BLOCK steps in common.
+    """
+    pairs = list(zip(numerators, denominators, strict=True))
+    if len(pairs) == 1:
+        one, other = pairs[0]
+        steps = min(len(one), len(other))
+        count = min(steps // _BLOCK, _T_MAX)
+        if count < 2:
+            raise ValueError(f"a pair of runs alone needs {2 * _BLOCK} steps, got {steps}")
+        edges = [round(k * steps / count) for k in range(count + 1)]
+        pairs = [(one[a:b], other[a:b]) for a, b in pairwise(edges)]
+    return ratio([statistics.fmean(a) for a, _ in pairs], [statistics.fmean(b) for _, b in pairs])

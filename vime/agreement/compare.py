@@ -124,7 +124,19 @@ def analyse_checkpoint(
     Args: samples_per_prompt, max_new_tokens: what the engine samples of each of the 8 prompts.
     Raises: EngineError if the engine does not start; as `analyse`.
     """
-    rollout = means.config.rollout
+    with engine_starter(means.config, means.platform)(folder) as engine:
+        samples = sample_own(
+            engine, folder, means.config, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens
+        )
+        origin = f"{folder}, on samples of its own"
+        return analyse_samples(samples, folder, means, max_samples=max_samples, origin=origin, engine=engine)
+
+
+def sample_own(
+    engine: FreshEngine, folder: Path, config: Config, *, samples_per_prompt: int, max_new_tokens: int
+) -> list[Sample]:
+    """Samples by an engine of its checkpoint `folder`, of prompts of our own, at the run's temperature."""
+    rollout = config.rollout
     context = rollout.rollout_max_context_len or int(read_model_config(str(folder))["max_position_embeddings"])
     sampling = SamplingParams(
         temperature=rollout.rollout_temperature,
@@ -132,10 +144,7 @@ def analyse_checkpoint(
         max_tokens=min(max_new_tokens, context // 2),
         seed=0,
     )
-    with engine_starter(means.config, means.platform)(folder) as engine:
-        samples = engine.sample(own_prompts(folder), sampling)
-        origin = f"{folder}, on samples of its own"
-        return analyse_samples(samples, folder, means, max_samples=max_samples, origin=origin, engine=engine)
+    return engine.sample(own_prompts(folder), sampling)
 
 
 def _neighbours(version: PolicyVersion, weights: Mapping[PolicyVersion, SavedWeights]) -> list[SavedWeights]:

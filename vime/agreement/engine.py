@@ -172,7 +172,7 @@ def engine_starter(config: Config, platform: Platform) -> Callable[[Path], Fresh
             arguments=arguments,
             environment=platform.engine_environment(1, routed_experts=routing is not None),
             key=secrets.token_urlsafe(32),
-            log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}.log",
+            log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}_{secrets.token_hex(4)}.log",
             start_timeout_s=config.log.engine_start_timeout_s,
             routing=routing,
         )

@@ -44,8 +44,8 @@ class HfModel:
 
     def compute_in(self, dtype: str) -> None:
         """Compute in a wider dtype from now on, with the same weights: those that were rounded stay rounded."""
-        if dtype == "float64":
-            self._model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+        # torch's grouped product knows no float64 at all, and float32 on some devices and releases.
+        self._model.set_experts_implementation("eager")
         self._model = self._model.to(getattr(torch, dtype))
 
     @torch.no_grad()
