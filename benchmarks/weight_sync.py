@@ -1,12 +1,14 @@
-"""Weight syncs of a real trainer and a real engine on one device, by transport and bucket size.
+"""Weight syncs of a real trainer and a real engine, by transport and bucket size.
 
     python benchmarks/weight_sync.py scripts/models/qwen3-0.6b/config.json
     python benchmarks/weight_sync.py scripts/models/qwen3-30b-a3b/config.json --num-layers 6
+    python benchmarks/weight_sync.py scripts/models/qwen3-4b/config.json --engine-device 1      # two devices
 
 A model of the shape that an HF config.json says, with random weights, is trained by Megatron-core in this process and
-served by vLLM in another, as in a colocated run. For each transport and bucket size: one sync that is verified by a
-probe, then timed ones, from pause to commit, with checksums and names as always. Prints a line of JSON for each, and
-appends them to the file --out.
+served by vLLM in another, as in a colocated run; with --engine-device on a device of its own. For each transport and
+bucket size: one sync that is verified by a probe, then timed ones, from pause to commit, with checksums and names as
+always. On two devices first what a bare NCCL broadcast between them moves. Prints a line of JSON for each, and appends
+them to the file --out.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import secrets
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
+import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,6 +43,7 @@ from vime.weight_sync.plan import WeightSync  # noqa: E402
 from vime.weight_sync.verify import DEFAULT_TOLERANCE  # noqa: E402
 
 MIB = 1 << 20
+BROADCAST_BYTES = 1 << 30
 PROMPTS = [list(range(10, 42)), list(range(100, 110))]
 MAX_MODEL_LEN = 512
 
@@ -53,8 +59,9 @@ def write_model(folder: Path, config: dict[str, Any], dtype: str, device: str) -
 
 
 def start_engine(arguments: argparse.Namespace, platform: Platform, folder: Path, dtype: str, key: str) -> EngineServer:
-    """vLLM on the device that the trainer will be on, too."""
+    """vLLM on the device that the trainer will be on, too, or on its own."""
     memory = {"gpu_memory_utilization": arguments.engine_memory} if platform.device_type != "cpu" else {}
+    device = {} if arguments.engine_device is None else {"CUDA_VISIBLE_DEVICES": arguments.engine_device}
     server = EngineServer(
         str(folder / "model"),
         arguments={
@@ -64,12 +71,37 @@ def start_engine(arguments: argparse.Namespace, platform: Platform, folder: Path
             "max_num_seqs": 16,
             "enforce_eager": True,
         },
-        environment={**platform.engine_environment(), "HF_HUB_OFFLINE": "1"},
+        environment={**platform.engine_environment(), "HF_HUB_OFFLINE": "1", **device},
         key=key,
         log_path=folder / "engine.log",
     )
     server.start()
     return server
+
+
+def broadcast(rank: int, meeting: str, result: str) -> None:
+    """One of two ranks, each on its device: broadcasts from the first to the second."""
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    data = torch.zeros(BROADCAST_BYTES, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(7):
+        torch.distributed.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        torch.distributed.broadcast(data, 0)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    if rank == 1:  # the receiver: the sender may be through before
+        Path(result).write_text(str(BROADCAST_BYTES / 1e9 / statistics.median(seconds[2:])), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def broadcast_gb_per_second(folder: Path) -> float:
+    """What NCCL moves from the first device to the second."""
+    result = folder / "broadcast"
+    torch.multiprocessing.spawn(broadcast, (str(folder / "broadcast-ranks"), str(result)), nprocs=2)
+    return float(result.read_text(encoding="utf-8"))
 
 
 def measure(
@@ -136,8 +168,9 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="an HF config.json")
     parser.add_argument("--num-layers", type=int, help="instead of the config's: a cut of the model")
     parser.add_argument("--platform", default="auto")
-    parser.add_argument("--transports", nargs="+", help="default: all that work on one device")
+    parser.add_argument("--transports", nargs="+", help="default: all that reach the engine")
     parser.add_argument("--bucket-mib", nargs="+", type=int, default=[128, 512, 2048])
+    parser.add_argument("--engine-device", help="CUDA_VISIBLE_DEVICES of the engine; default: the trainer's device")
     parser.add_argument("--syncs", type=int, default=5, help="timed ones (default: %(default)s)")
     parser.add_argument("--engine-memory", type=float, default=0.25, help="part of the device (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="append the lines to this file")
@@ -147,9 +180,13 @@ def main() -> None:
     config = json.loads(arguments.config.read_text(encoding="utf-8"))
     if arguments.num_layers:
         config["num_hidden_layers"] = arguments.num_layers
-    transports = arguments.transports or [name for name in platform.transports if name != "nccl"]
+    unreached = "nccl" if arguments.engine_device is None else "ipc"
+    transports = arguments.transports or [name for name in platform.transports if name != unreached]
+    more: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        if arguments.engine_device is not None:
+            more = {"broadcast_gb_per_second": broadcast_gb_per_second(folder)}
         # As a training rank's process has it; read when CUDA starts, and not for the engine.
         environment = platform.trainer_environment(1, "127.0.0.1")
         os.environ.update(environment)
@@ -164,7 +201,7 @@ def main() -> None:
             for transport in transports:
                 for bucket_mib in arguments.bucket_mib:
                     row = measure(arguments, platform, folder, control, transport, bucket_mib, dtype)
-                    say(row, arguments.out)
+                    say(row | more, arguments.out)
             control.close()
         finally:
             server.stop()
