@@ -3,6 +3,7 @@
 .DEFAULT_GOAL := help
 VENV ?= .venv
 KIND ?= cpu
+LANES ?= 2
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.vime-installed
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -21,11 +22,11 @@ setup: $(STAMP)  ## only install (KIND=cuda for NVIDIA GPUs)
 quickstart: $(STAMP)  ## GRPO end to end on this machine's CPU
 	@$(PY) examples/quickstart/run.py $(ARGS)
 
-test: $(STAMP)  ## everything but slow and gpu
-	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+test: $(STAMP)  ## everything but slow and gpu; in two lanes, or LANES=n
+	@$(PY) -m pytest -n $(LANES) -m "not slow and not gpu" $(ARGS)
 
 test-fast: $(STAMP)  ## what needs no engine and no ranks, about two minutes
-	@$(PY) -m pytest -m "not slow and not gpu and not engine and not ranks" $(ARGS)
+	@$(PY) -m pytest -n $(LANES) -m "not slow and not gpu and not engine and not ranks" $(ARGS)
 
 test-slow: $(STAMP)  ## minutes each: learning, control runs, examples
 	@$(PY) -m pytest -m "slow and not gpu" $(ARGS)

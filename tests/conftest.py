@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import lanes
 
 if TYPE_CHECKING:
     from vime.engine.vllm.server import EngineServer
@@ -18,6 +21,21 @@ RUN_KEY = "the-key-of-the-tests"
 # The same examples each time, however long one takes: a run of the tests depends on the code alone.
 settings.register_profile("vime", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("vime")
+
+if lanes.is_lane(os.environ):
+    lanes.share_cores(os.environ, len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`pytest -n 2` runs the tests in two lanes; called only where pytest-xdist is installed and asked for."""
+    return lanes.scheduler(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process keeps the order of the files."""
+    if lanes.is_lane(os.environ):
+        lanes.longest_first(items)
 
 
 @pytest.fixture(scope="session")
