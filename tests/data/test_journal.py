@@ -102,7 +102,7 @@ def test_a_resume_undoes_what_came_after_the_checkpoint(journal: Journal) -> Non
     journal.finished(finished(4, version=2))
     journal.trained(1, [pending(2), pending(4)])
     journal.finished(finished(5, version=3))
-    found = journal.rewind(mark, waiting=[2, 3], unsure=False, version=2, usable=True)
+    found = journal.rewind(mark, waiting=[2, 3], unsure=False, version=2)
     assert stages(journal) == {
         **{0: "trained", 1: "dropped"},
         **{2: "put_back", 3: "put_back"},
@@ -124,7 +124,7 @@ def test_a_resume_from_an_older_checkpoint_undoes_more(journal: Journal) -> None
     journal.taken([pending(1)], 1)
     journal.trained(1, [pending(1)])
     journal.saved(1, 3, journal.sync())
-    journal.rewind(first, waiting=[], unsure=False, version=2, usable=True)
+    journal.rewind(first, waiting=[], unsure=False, version=2)
     assert stages(journal) == {0: "trained", 1: "undone"}
     assert journal.query("SELECT rollout_id FROM saves") == [(0,)]
 
@@ -132,7 +132,7 @@ def test_a_resume_from_an_older_checkpoint_undoes_more(journal: Journal) -> None
 def test_settings_that_changed_make_all_of_it_be_generated_again(journal: Journal) -> None:
     journal.taken([pending(0)], 0)
     journal.finished(finished(0))
-    found = journal.rewind(0, waiting=[], unsure=False, version=1, usable=False, why_not="rm_type changed")
+    found = journal.rewind(0, waiting=[], unsure=False, version=1, why_not="rm_type changed")
     assert not found.finished and journal.kept(0) is None
     assert [(n.what, n.detail) for n in journal.notes()] == [("again", "was finished; rm_type changed")]
 
@@ -140,7 +140,7 @@ def test_settings_that_changed_make_all_of_it_be_generated_again(journal: Journa
 def test_a_group_that_the_restored_source_does_not_hold_is_lost(journal: Journal) -> None:
     journal.taken([pending(0), pending(1)], 0)
     mark = journal.sync()
-    found = journal.rewind(mark, waiting=[1], unsure=False, version=1, usable=True)
+    found = journal.rewind(mark, waiting=[1], unsure=False, version=1)
     assert stages(journal) == {0: "lost", 1: "put_back"} and found.num_lost == 1
 
 
@@ -156,7 +156,7 @@ def test_tokens_put_back_are_kept_for_the_next_rollout(journal: Journal) -> None
     half = generate(pending(0), version=1, tokens=2)
     journal.taken([half], 0)
     journal.put_back([half])
-    found = journal.rewind(0, waiting=[], unsure=False, version=1, usable=True)
+    found = journal.rewind(0, waiting=[], unsure=False, version=1)
     kept = journal.kept(0)
     assert found.partial == {0} and kept is not None and not kept[1] and kept[0].samples[0].response_length == 2
 

@@ -69,6 +69,7 @@ class DataBuffer(DataSource):
         self._next_sample_id = 0
         self._num_discarded = 0
         self._put_back: list[Group] = []
+        self._discarded: list[Group] = []
         self._fingerprints: dict[str, str] | None = None
 
     @property
@@ -104,6 +105,16 @@ class DataBuffer(DataSource):
                 raise ValueError(f"group {group.group_id} did not come from this buffer")
             held.add(group.group_id)
         self._put_back.extend(groups)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The group_id of each group that was put back."""
+        return [group.group_id for group in self._put_back]
+
+    def take_discarded(self) -> list[Group]:
+        """The groups that the buffer filter has taken out for good since the last call."""
+        discarded, self._discarded = self._discarded, []
+        return discarded
 
     def metrics(self) -> Metrics:
         """How far it is, and what waits in it."""
@@ -177,7 +188,10 @@ class DataBuffer(DataSource):
         chosen = self._call_filter(left, n)
         taken = {group.group_id for group in chosen}
         self._put_back = [group for group in left if group.group_id not in taken]
-        self._num_discarded += len(waiting) - len(self._put_back) - len(chosen)
+        stays = taken | {group.group_id for group in self._put_back}
+        discarded = [group for group in waiting if group.group_id not in stays]
+        self._num_discarded += len(discarded)
+        self._discarded += discarded
         return chosen
 
     def _call_filter(self, groups: list[Group], n: int) -> list[Group]:
@@ -194,13 +208,17 @@ class DataBuffer(DataSource):
         return chosen
 
     def _new_group(self) -> Group:
-        prompt = self._prompts[self._order.draw()] if self._prompts is not None and self._order is not None else _NONE
+        place, prompt = None, _NONE
+        if self._prompts is not None and self._order is not None:
+            place = self._order.draw()
+            prompt = self._prompts[place[1]]
         group = new_group(
             prompt,
             group_id=self._next_group_id,
             first_sample_id=self._next_sample_id,
             n_samples=self._n_samples,
         )
+        group.place = place
         self._next_group_id += 1
         self._next_sample_id += self._n_samples
         return group

@@ -107,8 +107,8 @@ class Journal:
                         (rollout_id, epoch, index, now, event, event, group.group_id),
                     )
 
-    def finished(self, group: Group) -> None:
-        """Generated and rewarded. What a resume needs of it is kept, where it may be used in one."""
+    def finished(self, group: Group, *, keep: bool = True) -> None:
+        """Generated and rewarded. What a resume needs of it is kept, where it may be used in one, and unless told."""
         now = time.time()
         oldest, newest = versions_of(group)
         ends = [s["end_s"] for sample in group.samples for s in sample.trace if s.get("name") == "generate"]
@@ -121,7 +121,7 @@ class Journal:
                     *(not group.is_finished, max(ends, default=now), now, event, group.group_id),
                 ),
             )
-            if not group.is_finished:
+            if keep and not group.is_finished:
                 self._keep(group, newest, is_finished=True)
 
     def put_back(self, groups: Sequence[Group]) -> None:
@@ -133,6 +133,8 @@ class Journal:
                     "WHERE group_id = ?",
                     (event, group.group_id),
                 )
+                if group.is_finished:
+                    continue  # what is kept of it, stays
                 self._execute("DELETE FROM payloads WHERE group_id = ?", (group.group_id,))
                 if any(sample.response_length for sample in group.samples):
                     self._keep(group, versions_of(group)[1], is_finished=False)
@@ -184,8 +186,7 @@ class Journal:
         waiting: Iterable[int],
         unsure: bool,
         version: PolicyVersion,
-        usable: bool,
-        why_not: str = "",
+        why_not: str | None = None,
     ) -> Rewound:
         """Undo what came after a checkpoint's event, so that the run goes on from there.
 
@@ -194,7 +195,7 @@ class Journal:
             waiting: the groups that the restored data source hands out again, in flight or put back then.
             unsure: the source does not say which of those put back it holds.
             version: of the checkpoint's weights: what newer ones have sampled is of lost versions.
-            usable: whether what was kept may be used again; False: all of it is generated anew, because `why_not`.
+            why_not: why nothing that was kept may be used again, where that is so.
         Returns: what became of the groups.
         """
         self._saved_version = version
@@ -218,12 +219,12 @@ class Journal:
                     "UPDATE lives SET stage = ?, reason = NULL, ended_s = NULL, changed = ? WHERE group_id = ?",
                     (became, now, group_id),
                 )
-                if stage in (*ENDED, FINISHED) and became != LOST and (not usable or (newest or 0) > version):
-                    reason = why_not if not usable else f"sampled by version {newest}, the checkpoint's is {version}"
+                if stage in (*ENDED, FINISHED) and became != LOST and (why_not or (newest or 0) > version):
+                    reason = why_not or f"sampled by version {newest}, the checkpoint's is {version}"
                     self._note(group_id, "again", f"was {stage}; {reason}")
             self._execute("UPDATE notes SET what = 'doubled, undone' WHERE what = 'doubled' AND event > ?", (event,))
             self._execute("DELETE FROM saves WHERE event > ?", (event,))
-            if usable:
+            if why_not is None:
                 self._execute("DELETE FROM payloads WHERE newest IS NULL OR newest > ?", (version,))
             else:
                 self._execute("DELETE FROM payloads")

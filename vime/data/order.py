@@ -59,14 +59,14 @@ class PromptOrder:
             raise ValueError(f"a position {list(drawn)} for {len(self._sizes)} parts")
         self._drawn = list(drawn)
 
-    def draw(self) -> int:
-        """The next index into all prompts, the parts one after another."""
+    def draw(self) -> tuple[int, int]:
+        """(epoch, index) of the next prompt: into all prompts, the parts one after another; the epoch of its part."""
         n = sum(self._drawn) + 1
         behind = [share * n - count for share, count in zip(self._shares, self._drawn, strict=True)]
         part = behind.index(max(behind))
         epoch, offset = divmod(self._drawn[part], self._sizes[part])
         self._drawn[part] += 1
-        return self._starts[part] + (int(self._order(part, epoch)[offset]) if self._shuffle else offset)
+        return epoch, self._starts[part] + (int(self._order(part, epoch)[offset]) if self._shuffle else offset)
 
     def _order(self, part: int, epoch: int) -> npt.NDArray[np.int64]:
         known = self._shuffled.get(part)
