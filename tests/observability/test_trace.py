@@ -149,3 +149,12 @@ def test_a_trace_stops_at_its_size_and_says_so_once(tmp_path, caplog):
 def test_an_unknown_process_is_refused(tmp_path):
     with pytest.raises(ValueError, match="trainr"):
         RunTracer(TraceFile(tmp_path / "t.json", 100), {"trainr": lambda: []})
+
+
+def test_counts_are_a_curve_of_the_loop(tmp_path):
+    tracer = RunTracer(TraceFile(tmp_path / "trace.json", 1 << 20), {})
+    tracer.step([at("train", 100, 101)], counts=[(100.25, {"generating": 3.0, "finished": 1.0})], rollout_id=0)
+    tracer.close()
+    (curve,) = [e for e in read(tmp_path / "trace.json") if e["ph"] == "C"]
+    assert (curve["ts"], curve["args"]) == (100_250_000, {"generating": 3.0, "finished": 1.0})
+    assert curve["pid"] == next(e for e in read(tmp_path / "trace.json") if e["name"] == "train")["pid"]

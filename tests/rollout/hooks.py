@@ -309,3 +309,12 @@ async def own_prompt(config: RolloutContext, sample: Sample, sampling_params: Sa
     made = Sample(tokens=(9, sample.sample_id), metadata=sample.metadata, status=SampleStatus.COMPLETED, reward=1.0)
     made.append_response([3], [-1.0], version=0)
     return made
+
+
+async def without_versions(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Does not say which policy sampled."""
+    request = GenerateRequest(request_id=f"{sample.sample_id}", token_ids=sample.tokens, sampling=sampling_params)
+    (completion,) = await config.engines.generate(request)
+    sample.append_response(completion.token_ids, completion.log_probs)
+    sample.status = SampleStatus.COMPLETED
+    return sample

@@ -61,6 +61,8 @@ class Step:
         self.evaluated: Sequence[Group] = ()
         self.beside: list[Span] = []
         """What ran beside the stages, perhaps since an earlier step; for the trace."""
+        self.counts: list[tuple[float, dict[str, float]]] = []
+        """(Unix time, groups by place) beside the stages; for the trace."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -180,4 +182,6 @@ class Recorder:
     def _trace(self, step: Step, rollout_id: int) -> None:
         if self._tracer is not None:
             stages = step.spans.take()
-            self._tracer.step(stages, step.groups, step.evaluated, beside=step.beside, rollout_id=rollout_id)
+            self._tracer.step(
+                stages, step.groups, step.evaluated, beside=step.beside, counts=step.counts, rollout_id=rollout_id
+            )

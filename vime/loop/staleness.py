@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vime.data.versions import trainable_versions
 from vime.types import Group, Metrics, PolicyVersion, Sample
 
 
@@ -12,10 +13,13 @@ def version_after(rollout_id: int) -> PolicyVersion:
     return rollout_id + 2
 
 
-def are_older(samples: Iterable[Sample], version: PolicyVersion) -> bool:
-    """Whether all trainable tokens are of versions before this one; not where no version is known."""
-    trained = [v for sample in samples for v in _trainable_versions(sample)]
-    return bool(trained) and max(trained) < version
+def are_older(samples: Iterable[Sample], version: PolicyVersion, *, any_of_them: bool = False) -> bool:
+    """Whether all trainable tokens are of versions before this one; not where no version is known.
+
+    Args: any_of_them: whether one of them is.
+    """
+    trained = [v for sample in samples for v in trainable_versions(sample)]
+    return bool(trained) and (min(trained) if any_of_them else max(trained)) < version
 
 
 def staleness_metrics(groups: Iterable[Group], version: PolicyVersion) -> Metrics:
@@ -23,11 +27,5 @@ def staleness_metrics(groups: Iterable[Group], version: PolicyVersion) -> Metric
 
     Args: version: the policy version that the trainer holds.
     """
-    ages = [version - min(trained) for g in groups for s in g.samples if (trained := _trainable_versions(s))]
+    ages = [version - min(trained) for g in groups for s in g.samples if (trained := trainable_versions(s))]
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
-
-
-def _trainable_versions(sample: Sample) -> list[PolicyVersion]:
-    """Of the spans that hold a token under mask 1."""
-    mask = bytes(sample.loss_mask)  # millions of entries: bytes search fast
-    return [span.version for span in sample.weight_versions if mask.find(1, span.start, span.end) >= 0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from vime.observability.trace import Span
@@ -25,6 +25,11 @@ def sort_event(pid: int, position: int) -> Event:
     """Where Perfetto puts a process, from the top."""
     args = {"sort_index": position}
     return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "dur": 0, "args": args}
+
+
+def count_event(name: str, at_s: float, values: Mapping[str, float], pid: int) -> Event:
+    """A point of a process's curve of several numbers, stacked."""
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": int(at_s * 1e6), "dur": 0, "args": dict(values)}
 
 
 def span_event(span: Span, pid: int, tid: int) -> Event:

@@ -71,6 +71,10 @@ multi_turn/raw_response_length/<statistic> | tokens | response length, tool and 
 multi_turn/wo_obs_response_length/<statistic> | tokens | the policy's own tokens alone (mask 1)
 passrate/pass@<k> | ratio | probability that one of k trajectories of a prompt trained on has reward 1; where all rewards are 0 or 1. A dynamic filter has chosen the prompts before
 staleness/{mean,max} | versions | policy version the trainer holds minus that of a sample's oldest trainable token, over samples trained on
+stream/{generating,scoring,finished}_groups/{mean,max} | groups | --fully-async: groups that are being generated (or wait for a place), are being scored, and are finished and wait for the trainer: mean over the time from one rollout's being taken to the next, and the most at a time
+stream/dropped_stale_groups | groups | finished groups that were older than --max-staleness when the trainer could have had them: left out, and their prompts generated anew
+stream/masked_stale_tokens | tokens | tokens of older versions of the groups trained on, from which the gradient was taken (--stale-groups mask, --mask-offpolicy-in-partial-rollout)
+stream/continued_samples | samples | samples that were under way when the engines got new weights, and went on with these; one counts for each sync that it lived through
 train/loss | loss | the loss that was minimised: policy loss plus KL and minus entropy terms; mean over the rollout's optimizer steps, as all train/ means
 train/pg_loss | loss | the policy-gradient part of it; with sft_loss the negative log-prob of the supervised tokens (token mean)
 train/entropy_loss | nats | entropy of the policy (trajectory mean); the bonus is its aggregation by --loss-agg-mode times --entropy-coef
@@ -140,7 +144,7 @@ perf/effective_tokens_per_gpu_per_sec | tokens/s | the same of tokens that are t
 perf/longest_sample_tokens_per_sec | tokens/s | length of the longest response trained on, per second of the rollout
 perf/longest_sample_tokens_per_sec_without_non_generation | tokens/s | the same, without the seconds that sample spent outside generation
 perf/non_generation_time/<statistic> | s | time a sample trained on spent in spans that its functions added (tools, environments; observability/trace.py): `mean`, `median`, `min`, `max`
-perf/sample_seconds/{waiting,generate,reward,filter}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded and filtered, over those that were: `mean`, `median`, `min`, `max`
+perf/sample_seconds/{waiting,generate,reward,filter,queued}/<statistic> | s | time that samples trained on waited for a place, were generated (their whole group's request, or their generate function), graded, filtered, and with --fully-async waited for the trainer, over those that did: `mean`, `median`, `min`, `max`
 perf/request_latency/{queue,prefill,decode,total,first_token} | s | mean over the rollout's responses, from vLLM's own counters: in its queue, from scheduling to the first token, from the first to the last, from arrival to the last, from arrival to the first
 perf/other_time | s | the part of the step that no stage claims
 start/<part>_s | s | with the first step: what the driver waited for from the program's start to that step: `settings`, `imports`, `data`, `ray`, `engines`, `trainer`, `resume`, then the first weight sync and evaluation (`update_weights`, `eval`, and the turns of shared devices); `other` is the rest. Engines and trainer start beside the driver: only the wait that is left is theirs
@@ -148,6 +152,7 @@ start/total_s | s | their sum
 perf/<stage>_time | s | wall time of a stage of the step: rollout (train.py), make_batch, train, save_model, save_hf, update_weights, eval, and to_training and to_generation where trainer and engines take turns on the same devices; a stage inside another counts once, in the inner one
 perf/{sleep,wake,offload,onload}_time | s | where trainer and engines take turns on the same devices: the engines free them and take them again, the trainer leaves and comes back. Part of perf/to_training_time, perf/update_weights_time and perf/to_generation_time
 perf/rollout_wait_time | s | train_async.py: a stage, in which the trainer waited for generation: for the rollout of the step, or before a weight sync or an evaluation for the next one
+perf/rollout_pause_time | s | --fully-async: a stage, in which the trainer waited until the requests under way had been answered, for a weight sync
 perf/rollout_s | s | train_async.py: what the generation of the step's rollout took, most of it beside the training in the step before
 perf/rollout_ready_s | s | train_async.py: how long that rollout then waited for the trainer; beside perf/rollout_wait_time it says which of the two is the slower one
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, old_actor_log_probs (--keep-old-actor), teacher_log_probs (a teacher in the trainer), actor_train (forward, backward and update); with a critic values and critic_train, the same of it

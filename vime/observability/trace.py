@@ -18,9 +18,10 @@ from vime.types import Sample
 Span: TypeAlias = dict[str, Any]
 """{"name", "start_s", "end_s"}, Unix seconds, and details under names of their own."""
 
-OWN_SPANS = frozenset({"waiting", "generate", "reward", "filter"})
+OWN_SPANS = frozenset({"waiting", "generate", "reward", "filter", "queued"})
 """What vime itself writes into a sample's trace: a place in the queue, generation (or the whole generate function),
-grading, the dynamic sampling filter. Everything else was added by the user's functions."""
+grading, the dynamic sampling filter, a place among the finished that wait for the trainer (--fully-async). Everything
+else was added by the user's functions."""
 _LOG_LENGTH = 20_000
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from vime.observability.chrome_trace import Event, Lanes, name_event, sort_event
+from vime.observability.chrome_trace import Event, Lanes, count_event, name_event, sort_event
 from vime.observability.trace import Span
 from vime.types import Group, Sample
 
@@ -75,6 +75,7 @@ class RunTracer:
         evaluated: Sequence[Group] = (),
         *,
         beside: Sequence[Span] = (),
+        counts: Sequence[tuple[float, Mapping[str, float]]] = (),
         **details: int,
     ) -> None:
         """Write a step: its stages, what the sources have, and the samples that were trained on or evaluated.
@@ -82,7 +83,9 @@ class RunTracer:
         Samples whose life ended before the step, and what ran beside it, began are left out: they were read from
         another run's files.
 
-        Args: beside: what ran beside the stages, perhaps since an earlier step: the generation of its rollout.
+        Args:
+            beside: what ran beside the stages, perhaps since an earlier step: the generation of its rollout.
+            counts: (Unix time, groups by place), drawn as a curve of the loop.
         """
         loop = [*stages]
         since = min((s["start_s"] for s in stages), default=0.0)
@@ -90,6 +93,7 @@ class RunTracer:
             end = max(s["end_s"] for s in stages)
             loop.append({"name": "step", "start_s": since, "end_s": end, **details})
         events = self._tracks("loop", [loop, beside] if beside else [loop])
+        events += [count_event("groups", at_s, values, _PROCESSES.index("loop") + 1) for at_s, values in counts]
         since = min([since, *(s["start_s"] for s in beside)])
         for process, take in self._sources.items():
             events += self._tracks(process, take())

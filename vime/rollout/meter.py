@@ -62,7 +62,12 @@ class RolloutMeter:
 
     def finish(self, begin: Reading, groups: Sequence[Group]) -> Metrics:
         """After it has returned these groups."""
-        seconds, now_s = self._clock() - begin.time_s, time.time()
+        return self.turn(begin, groups)[0]
+
+    def turn(self, begin: Reading, groups: Sequence[Group]) -> tuple[Metrics, Reading]:
+        """`finish`, and the `start` of what follows at once, where generation never stops."""
+        now, busy_s = self._clock(), self._activity.busy_s
+        seconds, now_s = now - begin.time_s, time.time()
         metrics = sample_metrics(
             groups,
             begin_s=now_s - seconds,
@@ -70,7 +75,7 @@ class RolloutMeter:
             num_devices=self._num_devices,
             reward_key=self._reward_key,
         )
-        metrics["perf/engine_busy_s"] = self._activity.busy_s - begin.busy_s
+        metrics["perf/engine_busy_s"] = busy_s - begin.busy_s
         stats = self._read_stats()
         self._last = (self._num_requests(), stats)
         if begin.stats is not None and stats is not None:
@@ -78,7 +83,7 @@ class RolloutMeter:
             each = [late.since(early) for early, late in zip(begin.stats, stats, strict=True)]
             metrics["perf/tokens_per_gpu_per_sec"] = total(each).sampled_tokens / (seconds * self._num_devices)
             self._spans.append([_span(done, now_s, seconds) for done in each])
-        return metrics
+        return metrics, Reading(now, stats, busy_s)
 
     def take_spans(self) -> list[list[Span]]:
         """What each engine did in the rollouts since the last call; for the trace."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from vime.config import hook_table
 from vime.config.hooks import UserFunction
-from vime.data.buffer import pending_again
+from vime.data.buffer import one_sample_each, pending_again
 from vime.errors import ConfigError, DataError, EngineError, HookTimeout, RewardError
 from vime.observability.trace import add_span
 from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rewards.score import score_samples
 from vime.rollout.custom_generate import GenerateFunctions, generate_by_function, mark_failed
+from vime.rollout.gate import Gate
 from vime.rollout.generate import fit_context, generate_group, is_unfinished, own_copy, request_seed
 from vime.rollout.requests import RequestTable, TrackedEngines
 from vime.types import Group, Sample, SampleStatus
@@ -36,6 +37,8 @@ class Outcome:
     error: Exception | None = None
     category: str = ""
     is_aborted: bool = False
+    fresh: Group | None = None
+    """As it was started; one that was aborted is `group`."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class GroupRunner:
         max_context_len: tokens of prompt and response together; None is what the engines allow.
         generate_path: dotted path of the user's generate function, if there is one.
         slots: requests that may be in flight, shared with other runners; default: --rollout-concurrency.
+        gate: passed by each group for the time of its generation.
+        on_generated: called when a group has been generated, or could not be.
     """
 
     def __init__(
@@ -76,11 +81,14 @@ class GroupRunner:
         generate_path: str | None,
         slots: asyncio.Semaphore | None = None,
         evaluation: bool = False,
+        gate: Gate | None = None,
+        on_generated: Callable[[], None] = lambda: None,
     ) -> None:
         config = context.config
         self._context, self._engines = context, engines
         self._sampling, self._seed_of, self._name = sampling, seed_of, name
-        self._rollout_id, self._evaluation = rollout_id, evaluation
+        self.rollout_id, self._evaluation = rollout_id, evaluation
+        self._gate, self._on_generated = gate or Gate(), on_generated
         self._max_context_len = max_context_len
         self._functions = GenerateFunctions(config, generate_path)
         self._sample_hooks = hook_table.load_all(config, SAMPLE_HOOKS)
@@ -89,6 +97,7 @@ class GroupRunner:
         self._slots = slots or asyncio.Semaphore(config.rollout.rollout_concurrency)
         self._results: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[Outcome], _Started] = {}
+        self._generated: set[asyncio.Task[Outcome]] = set()
         self._requests = RequestTable(keeps_partial=self._keeps_partial, evaluation=evaluation)
         self._in_functions: set[asyncio.Task[Outcome]] = set()
 
@@ -96,6 +105,11 @@ class GroupRunner:
     def num_outstanding(self) -> int:
         """Groups started whose outcome was not handed out yet."""
         return len(self._tasks)
+
+    @property
+    def num_generating(self) -> int:
+        """Those of them that are not generated yet; the others are being scored."""
+        return len(self._tasks) - len(self._generated)
 
     def start(self, group: Group) -> None:
         """Begin with a group of pending samples, or go on with one that was put back with its tokens."""
@@ -128,8 +142,12 @@ class GroupRunner:
                     len(self._tasks) - waiting,
                 )
         started = self._tasks.pop(task)
+        self._generated.discard(task)
         outcome = task.result()
-        return Outcome(self._to_put_back(started), is_aborted=True) if outcome.is_aborted else outcome
+        if outcome.is_aborted:
+            return Outcome(self._to_put_back(started), is_aborted=True)
+        outcome.fresh = started.fresh
+        return outcome
 
     async def stop(self) -> list[Group]:
         """End everything under way. Returns: the groups without a handed-out outcome, to be put back, by group_id.
@@ -160,6 +178,7 @@ class GroupRunner:
             await asyncio.wait(pending)
         groups = [self._to_put_back(started) for started in self._tasks.values()]
         self._tasks.clear()
+        self._generated.clear()
         return sorted(groups, key=lambda group: group.group_id)
 
     async def cancel(self) -> None:
@@ -168,6 +187,7 @@ class GroupRunner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        self._generated.clear()
 
     def _to_put_back(self, started: _Started) -> Group:
         if not self._keeps_partial:
@@ -175,7 +195,7 @@ class GroupRunner:
         group = started.generated or started.fresh
         wholly_old = self._masks_old and not any(is_unfinished(sample) for sample in group.samples)
         if wholly_old or any(sample.status is SampleStatus.FAILED for sample in group.samples):
-            return pending_again(_one_sample_each(started.fresh))  # nothing of it could be learnt from
+            return pending_again(one_sample_each(started.fresh))  # nothing of it could be learnt from
         for sample in group.samples:
             if sample.status is SampleStatus.ABORTED and not sample.response_length:
                 sample.status = SampleStatus.PENDING
@@ -191,14 +211,19 @@ class GroupRunner:
         )
 
     async def _run(self, group: Group, started: _Started) -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            outcome = await self._generate(group)
+            async with self._gate.passing():
+                outcome = await self._generate(group, task)
         except (ConfigError, DataError):
             raise  # wrong for every group alike
         except Exception as error:  # engines fail one request at a time: it costs this group
             for sample in group.samples:
                 mark_failed(sample, error)
-            return Outcome(group, error, "generate")
+            outcome = Outcome(group, error, "generate")
+        self._generated.add(task)
+        self._on_generated()
         finished = outcome.group
         if outcome.error is not None:
             return outcome
@@ -234,11 +259,9 @@ class GroupRunner:
         return samples
 
     def _told(self) -> dict[str, object]:
-        return {"rollout_id": self._rollout_id, "evaluation": self._evaluation}
+        return {"rollout_id": self.rollout_id, "evaluation": self._evaluation}
 
-    async def _generate(self, group: Group) -> Outcome:
-        task = asyncio.current_task()
-        assert task is not None
+    async def _generate(self, group: Group, task: asyncio.Task[Outcome]) -> Outcome:
         seed = self._seed_of(group)
         if (function := self._functions.of(group.samples[0])) is not None:
             self._in_functions.add(task)
@@ -291,12 +314,6 @@ def _checked(hook: UserFunction, result: object, sample: Sample) -> Sample:
 
 def _own_copy(group: Group) -> Group:
     return Group(group.group_id, [own_copy(sample) for sample in group.samples])
-
-
-def _one_sample_each(group: Group) -> Group:
-    """A group with the first sample of each trajectory: a function may have made siblings in an earlier rollout."""
-    firsts = {sample.trajectory_id: sample for sample in reversed(group.samples)}
-    return Group(group.group_id, [firsts[key] for key in dict.fromkeys(s.trajectory_id for s in group.samples)])
 
 
 def _with_seed(sampling: SamplingParams, seed: int | None, index: int | None) -> SamplingParams:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config import hook_table
 from vime.config.hooks import UserFunction
 from vime.observability.trace import Span
 from vime.protocols import DataSource, RolloutContext
-from vime.rollout.meter import RolloutMeter
+from vime.rollout.meter import Reading, RolloutMeter
 from vime.rollout.teacher import ServedTeacher
 from vime.rollout.whole import check_whole, kept_whole
 from vime.types import Group, Metrics, RolloutResult
 
 _TRAIN, _EVAL = "rollout.rollout_function_path", "rollout.eval_function_path"
 _LOG, _EVAL_LOG = "rollout.custom_rollout_log_function_path", "rollout.custom_eval_rollout_log_function_path"
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """When the generation of a rollout began."""
+
+    start: float
+    """On time.perf_counter."""
+    reading: Reading | None
+    """Of the engines then; None where they are not measured."""
 
 
 class RolloutStage:
@@ -53,13 +63,26 @@ class RolloutStage:
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """The groups to train on. Raises: HookError for a rollout function that returns something else."""
-        start = time.perf_counter()
         self._source.begin_rollout(self._context, rollout_id)
-        begin = self._meter.start() if self._meter is not None else None
+        begin = self.begin()
         result = self._call(self._generate, rollout_id, self._source, evaluation=False)
+        return self.end(rollout_id, begin, result)[0]
+
+    def begin(self) -> Begin:
+        """What is generated from now on counts."""
+        return Begin(time.perf_counter(), self._meter.start() if self._meter is not None else None)
+
+    def end(self, rollout_id: int, begin: Begin, result: RolloutResult) -> tuple[RolloutResult, Begin]:
+        """A rollout has been generated since `begin`: what remains to be done with it, whoever has made it.
+
+        Returns: the rollout to train on, and the beginning of another where generation never stops.
+        """
+        start, reading = begin.start, begin.reading
         check_whole(self._generate, result.groups)
-        if self._meter is not None and begin is not None:
-            result = replace(result, metrics={**self._meter.finish(begin, result.groups), **result.metrics})
+        after = Begin(time.perf_counter(), None)
+        if self._meter is not None and reading is not None:
+            measured, reading = self._meter.turn(reading, result.groups)
+            result, after = replace(result, metrics={**measured, **result.metrics}), replace(after, reading=reading)
         if self._teacher is not None:
             result.metrics.update(self._teacher.score(result.groups))
         result.metrics.update(self._source.metrics())
@@ -68,7 +91,7 @@ class RolloutStage:
             with kept_whole(self._log, result.groups):
                 skip = self._log(self._context, rollout_id, result.groups, result.metrics, seconds)
             result.metrics = _after_log(self._log, skip, result.metrics)
-        return result
+        return result, after
 
     def call_off(self) -> None:
         """End the rollout that another thread generates, once it has asked the engines for something."""
