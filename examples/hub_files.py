@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _BATCH = 4096
+_HUB_TIMEOUT_S = 10.0
 
 
 class BadData(Exception):
@@ -16,16 +17,24 @@ class BadData(Exception):
 
 def hub_file(repo: str, path: str, flag: str) -> Path:
     """A data set's file, in the hub client's cache. Raises: BadData naming the flag that takes another file."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
+    reason = ""
     try:
-        return Path(hf_hub_download(repo, path, repo_type="dataset"))
+        HfApi().dataset_info(repo, timeout=_HUB_TIMEOUT_S)  # fails at once; the download retries for half a minute
     except Exception as error:  # errors of httpx, of the hub's client or of the file system, by its version
-        reason = " ".join(str(error).split())[:300]
+        reason = _in_words(error)
+    try:
+        return Path(hf_hub_download(repo, path, repo_type="dataset", local_files_only=bool(reason)))
+    except Exception as error:
         raise BadData(
-            f"the hub did not give {path} of the data set {repo} ({type(error).__name__}: {reason}); download it where "
+            f"the hub did not give {path} of the data set {repo} ({reason or _in_words(error)}); download it where "
             f"the hub can be reached, and give the file by {flag}"
         ) from error
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

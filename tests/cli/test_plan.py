@@ -90,7 +90,11 @@ def test_shared_devices_that_fit_in_no_way_say_so(capsys, recipe):
 def test_offload_flags_that_contradict_each_other_are_wrong_settings_not_a_lack_of_memory(capsys, recipe):
     flags = ("--config", str(recipe), "--device-memory-gib", "140", "--offload-train", "--no-offload-rollout")
     assert main(["plan", *flags]) == 2
-    assert "give one of them" in capsys.readouterr().err
+    assert "drop the one or the other" in capsys.readouterr().err
+    assert main(["plan", "--config", str(recipe), "--no-colocate", "--offload-train"]) == 2
+    assert (
+        "--offload-train: without --colocate trainer and engines have devices of their own" in capsys.readouterr().err
+    )
 
 
 def test_flags_win_over_the_file_and_a_config_json_is_a_model(capsys, recipe, model):

@@ -139,11 +139,19 @@ def test_files_that_are_not_the_data_are_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_named_with_the_way_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_cached = []
+
     def refuses(*args: Any, **kwargs: Any) -> None:
         raise OSError("no route")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuses)
+    def not_cached(*args: Any, local_files_only: bool, **kwargs: Any) -> None:
+        only_cached.append(local_files_only)
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuses)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", not_cached)
     with pytest.raises(
         hub_files.BadData, match=r"give main/x of the data set openai/gsm8k \(OSError: no route\).* by --train$"
     ):
         hub_files.hub_file("openai/gsm8k", "main/x", "--train")
+    assert only_cached == [True], "the client's download would try for half a minute"

@@ -183,7 +183,10 @@ def test_a_checkpoint_written_in_the_background_is_copied_to_the_host_once():
         none = _host(division)
         copied = _host(division, saves_optimizer=True, async_save=True)
         assert copied - none == 14 * parameters(QWEN3_4B).total / division.world_size
-        assert _host(division, async_save=True) - none == 2 * parameters(QWEN3_4B).total / division.world_size
+        weights = 2 * parameters(QWEN3_4B).total / division.world_size
+        assert _host(division, async_save=True) - none == weights
+        assert _host(division, async_save=True, saves_reference=True) - none == 2 * weights
+        assert _host(division, saves_reference=True) == none, "written from where it is"
 
 
 def test_a_save_gathers_on_the_host_the_state_that_ranks_share():

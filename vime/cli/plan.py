@@ -20,6 +20,7 @@ from vime.config.ranges import check_ranges
 from vime.config.validate import refuse_what_the_trainer_cannot_do
 from vime.config.validate_cluster import training_ranks
 from vime.config.validate_recompute import check_recompute, stage_layers
+from vime.config.validate_sharing import check_sharing
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
 from vime.models.division import Division
@@ -213,7 +214,11 @@ def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
     model = family_of(hf).settings(hf)
     all_limits = limits(config.megatron, has_experts="num_moe_experts" in model.transformer)
     known = {name: limit for name, limit in all_limits.items() if name not in model.transformer}
-    problems = [*check_ranges(config), *refuse_what_the_trainer_cannot_do(config.megatron, known)]
+    problems = [
+        *check_ranges(config),
+        *refuse_what_the_trainer_cannot_do(config.megatron, known),
+        *check_sharing(config, platform=config.cluster.platform, turns_problem=_turns_problem(config)),
+    ]
     if trains(config) and (problem := training_dtype_problem(config.megatron, hf)):
         problems.append(problem)
     if problems:
@@ -223,6 +228,14 @@ def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
         model,
         run_dtype(config.megatron, hf),
     )
+
+
+def _turns_problem(config: Config) -> str | None:
+    """Why trainer and engines cannot take turns on the devices planned for: CUDA's, unless another is named."""
+    from vime.platform import get_platform
+
+    name = config.cluster.platform
+    return get_platform("cuda" if name == "auto" else name).turns_problem
 
 
 def _table(plan: Plan, device_bytes: int | None) -> list[str]:

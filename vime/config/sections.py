@@ -47,7 +47,11 @@ class CheckpointConfig:
     """Where the model comes from and where it goes."""
 
     hf_checkpoint: str = setting("", "model to start from: an HF checkpoint folder or a hub name (required)")
-    ref_load: str | None = setting(None, "HF checkpoint of the reference model; default: --hf-checkpoint")
+    ref_load: str | None = setting(
+        None,
+        "HF checkpoint of the reference model; default: the policy as the run begins, of --hf-checkpoint or, with "
+        "--finetune, of --load",
+    )
     load: str | None = setting(None, "resume from the newest checkpoint here; if it is --save and empty: begin")
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this rollout; default: the newest")
     finetune: bool = setting(False, "take the weights of --load alone; counters, data and optimizer begin anew")

@@ -66,6 +66,8 @@ class Training:
     """Checkpoints hold the optimizer's state: it is gathered on the first of the ranks that share it."""
     async_save: bool = False
     """Checkpoints are copied to host memory, and written from there."""
+    saves_reference: bool = False
+    """Checkpoints hold a reference's weights, too."""
     ranks_per_node: int | None = None
     """None: all are on one."""
 
@@ -121,6 +123,8 @@ def _device(
     own = rank_parameters(model, division, rank)
     state = _optimizer_bytes(own, division, training)
     host = _host_bytes(own, division, training) + training.num_host_weights * width * own.total
+    if training.async_save and training.saves_reference:
+        host += round(width * sum(_copies_shared(own, division)))
     on_device = 1 - training.optimizer_offload_fraction
     critic = critic_state = 0
     if training.has_critic:

@@ -73,6 +73,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,
         async_save=config.checkpoint.async_save,
+        saves_reference=_saves_reference(config),
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
     )
 
@@ -81,6 +82,12 @@ def _num_host_weights(config: Config) -> int:
     """Sets of weights beside the policy's: a reference, a teacher, and those of the two newest versions sent."""
     has_teacher = config.algo.use_opd and config.teacher.opd_teacher_load is not None
     return needs_reference(config.algo) + has_teacher + 2 * config.algo.keep_old_actor
+
+
+def _saves_reference(config: Config) -> bool:
+    """Whether checkpoints hold a reference: one that no setting names."""
+    own = config.checkpoint.finetune and config.checkpoint.load is not None and config.checkpoint.ref_load is None
+    return needs_reference(config.algo) and (own or config.algo.ref_update_interval is not None)
 
 
 def wishes_of(config: Config) -> Wishes:

@@ -94,7 +94,7 @@ train/ppo_kl | nats | old log-prob minus log-prob (k1, trajectory mean): how far
 train/kl_loss | nats | KL estimate to the reference (--kl-loss-type, trajectory mean), before its coefficient; 0 without --use-kl-loss
 train/opd_kl | nats | reverse KL to the teacher on the sampled tokens (--use-opd): old log-prob - the teacher's, trajectory mean, before its coefficient
 train/old_actor_ratio | ratio | tokens under mask 1 whose old log-probs come from weights kept by --keep-old-actor; the others' are the engine's. In rollouts of an earlier version
-train/reference_rollout | 1 | the rollout whose weights the reference is now (--ref-update-interval); -1 while it is --ref-load
+train/reference_rollout | 1 | the rollout whose weights the reference is now (--ref-update-interval); -1 while it is what the run began with
 train/train_rollout_logprob_abs_diff | nats | mean over tokens under mask 1 of abs(trainer log-prob - engine log-prob), per trajectory, then over the batch; before the first optimizer step on the rollout. Where the rollout is of an older version (staleness), the policy's move since is in it
 train/train_rollout_logprob_abs_diff_{p99,max} | nats | 99th percentile (`p99`) and maximum (`max`) over all those tokens, exact over the global batch
 train/train_rollout_k3_kl | nats | estimate of KL(engine, trainer) on the tokens the engine sampled: r - 1 - ln r with r = exp(trainer log-prob - engine log-prob), averaged as that difference is

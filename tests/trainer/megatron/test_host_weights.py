@@ -128,3 +128,36 @@ def test_a_reference_that_moves_is_saved_and_resumed(
     anew.load(tmp_path / "after 2")
     with anew._others.reference.in_place():
         assert np.array_equal(anew.log_probs(batches[0]), moved[0], equal_nan=True)
+
+
+def test_a_run_that_begins_with_weights_of_a_checkpoint_has_them_as_its_reference(
+    model_folder, make_trainer, make_batch, tmp_path, caplog
+):
+    """With --finetune, unless --ref-load names another; and when that run goes on from its own checkpoint."""
+    folder, _ = model_folder()
+    batch = make_batch(LENGTHS, micro=3)
+    trainer = make_trainer(folder, megatron={"lr": 1e-2})
+    trainer.train(batch)
+    trainer.save(tmp_path / "before")
+    begin = trainer.log_probs(batch)
+
+    def of_reference(trainer):
+        with trainer._others.reference.in_place():
+            return trainer.log_probs(batch)
+
+    named = make_trainer(folder, algo=KL, checkpoint=CheckpointConfig(finetune=True, ref_load=str(folder)))
+    other = of_reference(named)
+    named.load(tmp_path / "before")
+    assert np.array_equal(of_reference(named), other, equal_nan=True)
+    tuned = make_trainer(folder, algo=KL, checkpoint=CheckpointConfig(finetune=True), megatron={"lr": 1e-2})
+    tuned.load(tmp_path / "before")
+    assert "train/reference_rollout" not in tuned.train(batch)
+    tuned.save(tmp_path / "after")
+    assert np.array_equal(of_reference(tuned), begin, equal_nan=True)
+    assert not np.array_equal(begin, other, equal_nan=True)
+    resumed = make_trainer(folder, algo=KL)
+    with caplog.at_level(logging.WARNING):
+        resumed.load(tmp_path / "after")
+    assert "the reference is the checkpoint's, of the weights that its run began with" in caplog.text
+    assert np.array_equal(of_reference(resumed), begin, equal_nan=True)
+    assert not np.array_equal(resumed.log_probs(batch), begin, equal_nan=True)

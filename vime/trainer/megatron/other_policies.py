@@ -1,7 +1,8 @@
 """The policies that a run compares its own with: their weights, in host memory, and when they change.
 
-The reference stays what --ref-load is, or with --ref-update-interval becomes the policy every so many rollouts; then it
-is part of each checkpoint. A teacher never changes. With --keep-old-actor the weights of the two newest versions that
+The reference stays what --ref-load is, or the policy as the run began. With --ref-update-interval it becomes the policy
+every so many rollouts. One that no setting names (it moved, or --finetune began with a checkpoint's weights) is part of
+each checkpoint. A teacher never changes. With --keep-old-actor the weights of the two newest versions that
 engines got are kept: when a rollout is trained on that was generated beside training, engines may have got another
 version since, and no third.
 """
@@ -38,7 +39,7 @@ Timed: TypeAlias = Callable[[str], AbstractContextManager[None]]
 _VERSIONS_KEPT = 2
 _REFERENCE = "reference_rollout"
 """The counter in a checkpoint that says of which rollout's weights its reference is."""
-_AS_LOADED = -1
+_FIRST = -1  # of no rollout: what it was when the run began
 
 
 class OtherPolicies:
@@ -63,7 +64,7 @@ class OtherPolicies:
     ) -> None:
         self._config = config
         self.reference: HostWeights | None = None
-        self._reference_rollout = _AS_LOADED
+        self._reference_rollout, self._is_kept = _FIRST, False
         if needs_reference(config.algo):
             folder = Path(config.checkpoint.ref_load or source)
             self.reference = load_reference(folder, chunks, model, names, policy_folder=source, dtype=dtype)
@@ -143,36 +144,41 @@ class OtherPolicies:
     def trained(self, rollout_id: int) -> Metrics:
         """The policy was trained on this rollout. Returns: the one whose weights the reference is, where it moves."""
         interval = self._config.algo.ref_update_interval
-        if self.reference is None or (interval is None and not self._has_moved):
+        if self.reference is None or (interval is None and self._reference_rollout == _FIRST):
             return {}
         if interval is not None and (rollout_id + 1) % interval == 0:
             self.reference.take()
-            self._reference_rollout = rollout_id
+            self._reference_rollout, self._is_kept = rollout_id, True
         return {"train/reference_rollout": float(self._reference_rollout)}
-
-    @property
-    def _has_moved(self) -> bool:
-        return self._reference_rollout != _AS_LOADED
 
     # Checkpoints
 
     def to_save(self) -> HostWeights | None:
         """The reference, where it is not what the settings name."""
-        return self.reference if self._has_moved else None
+        return self.reference if self._is_kept else None
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint says of it."""
-        return {_REFERENCE: self._reference_rollout} if self._has_moved else {}
+        return {_REFERENCE: self._reference_rollout} if self._is_kept else {}
 
     def loaded(self, counters: dict[str, int]) -> None:
         """A checkpoint was loaded, its reference too where it has one. Args: counters: as it has them."""
-        self._reference_rollout = counters.get(_REFERENCE, _AS_LOADED) if self.reference is not None else _AS_LOADED
-        if self._has_moved and dist.get_rank() == 0:
+        self._is_kept = self.reference is not None and _REFERENCE in counters
+        self._reference_rollout = counters[_REFERENCE] if self._is_kept else _FIRST
+        if self._is_kept and dist.get_rank() == 0:
             named = self._config.checkpoint.ref_load
-            instead = f", not --ref-load {named}, with which the run was started" if named is not None else ""
+            rollout = self._reference_rollout
             _log.warning(
-                "the reference is the checkpoint's, of the weights after rollout %d%s", self._reference_rollout, instead
+                "the reference is the checkpoint's, of the weights %s%s",
+                "that its run began with" if rollout == _FIRST else f"after rollout {rollout}",
+                f", not --ref-load {named}" if named is not None else "",
             )
+
+    def weights_loaded(self) -> None:
+        """The run begins with a checkpoint's weights (--finetune): they are the reference, unless another is named."""
+        if self.reference is not None and self._config.checkpoint.ref_load is None:
+            self.reference.take()
+            self._reference_rollout, self._is_kept = _FIRST, True
 
     def close(self) -> None:
         """Give the host memory back."""

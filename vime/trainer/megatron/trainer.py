@@ -22,7 +22,6 @@ from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
 from vime.trainer.megatron import (
-    checkpoint,
     correction,
     cpu_shims,
     fixes,
@@ -37,7 +36,6 @@ from vime.trainer.megatron import (
     parallel,
     ppo,
     profiling,
-    saving,
     settings,
     shards,
     speed,
@@ -49,6 +47,7 @@ from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.other_policies import OtherPolicies
 from vime.trainer.megatron.routed_layers import routers_of
 from vime.trainer.megatron.routing_replay import Bools, RolloutRouting, RoutingPass
+from vime.trainer.megatron.trainer_checkpoints import TrainerCheckpoints
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
@@ -117,7 +116,6 @@ class MegatronTrainer:
             parallel.stop()
             raise
         self._step = 0
-        self._save: saving.Save | None = None
 
     def _build(self, total_steps: int) -> None:
         train = self._config.train
@@ -137,6 +135,7 @@ class MegatronTrainer:
             device_type = self._platform.device_type
             self._ppo = ppo.Ppo(self._config, Critic(self._config, *of_policy, device_type, total_steps=total_steps))
         self._parts = offload.DeviceParts(self._policy, self._platform.device_type, critic=self._critic_model)
+        self._checkpoints = TrainerCheckpoints(self._config.checkpoint, self._policy, self._critic_model, self._others)
 
     def _new_chunk(self, chunk: int) -> model.PolicyModel:
         chunk_size = self._config.train.log_probs_chunk_size
@@ -322,50 +321,26 @@ class MegatronTrainer:
 
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler, random state and step counter under `path`."""
-        self._begin_save(path, in_background=False)
+        self._checkpoints.begin(Path(path), step=self._step, in_background=False)
         self.end_save(wait=True)
 
     def begin_save(self, path: Path) -> None:
         """`save` in the background: what is trained from now on is not in it; `end_save` follows."""
-        self._begin_save(path, in_background=True)
-
-    def _begin_save(self, path: Path, *, in_background: bool) -> None:
-        assert self._save is None, "a checkpoint is being written"
-        self._save = checkpoint.begin_save(
-            self._policy,
-            Path(path),
-            counters={"step": self._step, **self._others.counters()},
-            with_optimizer=not self._config.checkpoint.no_save_optim,
-            in_background=in_background,
-            critic=self._critic_model,
-            reference=self._others.to_save(),
-        )
+        self._checkpoints.begin(Path(path), step=self._step, in_background=True)
 
     def end_save(self, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole now. Args: wait: until it is.
 
         Raises: TrainingError naming the ranks that could not write, and why.
         """
-        assert self._save is not None, "no checkpoint was begun"
-        save, self._save = self._save, None  # after an error, too
-        if not save.end(wait=wait):
-            self._save = save
-        return self._save is None
+        return self._checkpoints.end(wait)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; with --finetune the weights alone, and the counter stays 0.
 
         Raises: ConfigError if `path` is no checkpoint of this model.
         """
-        settings = self._config.checkpoint
-        with_optimizer = not (settings.no_load_optim or settings.finetune)
-        critic, reference = self._critic_model, None if settings.finetune else self._others.reference
-        counters = checkpoint.load(
-            self._policy, Path(path), with_optimizer=with_optimizer, critic=critic, reference=reference
-        )
-        if not settings.finetune:
-            self._step = counters["step"]
-            self._others.loaded(counters)
+        self._step = self._checkpoints.load(Path(path))
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Leave the device with these parts (colocate); on the CPU platform nothing moves."""
@@ -382,8 +357,7 @@ class MegatronTrainer:
 
     def close(self) -> None:
         """Leave the process groups and release the writer's place; the trainer cannot be used afterwards."""
-        if self._save is not None:
-            self._save.abandon()
+        self._checkpoints.close()
         if self._writer is not None:
             self._writer.close()
         self._parts.close()
