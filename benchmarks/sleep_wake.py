@@ -31,8 +31,9 @@ os.environ.update(CUDA.trainer_environment(1, "127.0.0.1"))  # before torch
 
 import torch  # noqa: E402
 
-from benchmarks.common import say, write_checkpoint  # noqa: E402
+from benchmarks.common import say  # noqa: E402
 from benchmarks.train_step import batch_of  # noqa: E402
+from benchmarks.workload import write_model  # noqa: E402
 from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
 from vime.engine.vllm.client import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
@@ -50,17 +51,6 @@ def used_bytes() -> int:
     """Of the whole device."""
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A token of its own for each id; nothing here reads text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", unk_token="w0").save_pretrained(folder)
 
 
 def start_engine(model: Path, folder: Path, arguments: argparse.Namespace) -> EngineServer:
@@ -92,8 +82,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if arguments.num_layers:
         config["num_hidden_layers"] = arguments.num_layers
     model = folder / "model"
-    parameters = write_checkpoint(model, config)
-    write_tokenizer(model, config["vocab_size"])
+    parameters = write_model(model, config)
     server = start_engine(model, folder, arguments)
     engine = VllmEngine(server.url, KEY)
     settings = Config(megatron={"lr": 1e-6, "bf16": True}, rollout=RolloutConfig(), train=TrainConfig())

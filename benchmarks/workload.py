@@ -22,18 +22,19 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: starts sooner, generates slowly")
 
 
-def write_model(folder: Path, config: dict[str, Any], device: str = "cuda") -> None:
-    """Random weights, and a tokenizer with a word `w<id>` for each id and no end of sequence."""
+def write_model(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
+    """Random weights, and a tokenizer with a word `w<id>` for each id and no end of sequence. Returns: parameters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     from benchmarks.common import write_checkpoint
 
-    write_checkpoint(folder, {**config, "eos_token_id": None, "bos_token_id": None}, device=device)
+    size = write_checkpoint(folder, {**config, "eos_token_id": None, "bos_token_id": None}, device=device)
     words = {f"w{i}": i for i in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0").save_pretrained(folder)
+    return size
 
 
 def prompt_ids(count: int, length: int, vocab_size: int) -> list[list[int]]:

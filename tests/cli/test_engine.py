@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import save_tiny_model
 from vime.cli.engine import _key, run
 from vime.errors import ConfigError
 
@@ -35,6 +36,12 @@ def test_routed_experts_are_asked_of_a_mixture_on_settings_that_return_them(tiny
     has_none, needs_cache = caught.value.problems
     assert f"the checkpoint {tiny_qwen3} has none" in has_none
     assert needs_cache.startswith("--no-vllm-enable-prefix-caching")
+
+
+def test_heads_that_no_engine_can_take_are_named(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", head_dim=16)
+    with pytest.raises(ConfigError, match=r"attention heads of 16 numbers .* take 32, 64"):
+        run(["--hf-checkpoint", str(folder), "--key-file", str(tmp_path / "key"), "--platform", "cpu"])
 
 
 def test_a_key_is_made_once_and_kept_private(tmp_path: Path) -> None:

@@ -100,3 +100,12 @@ def test_config_prints_values_with_origins_and_yaml_that_reads_back(
 def test_config_reports_problems_with_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", *argv, "--sed", "1"]) == 2
     assert "did you mean --seed?" in capsys.readouterr().err
+
+
+def test_config_looks_for_the_checkpoint_of_load_as_a_run_does(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty := tmp_path / "checkpoints").mkdir()
+    assert main(["config", *argv, "--load", str(empty)]) == 2
+    assert f"--load {empty}: no checkpoint there" in capsys.readouterr().err
+    assert main(["config", *argv, "--load", str(empty), "--save", str(empty)]) == 0

@@ -123,6 +123,19 @@ def test_the_values_that_the_trainer_can_do_pass(argv: list[str]) -> None:
     assert megatron["make_vocab_size_divisible_by"] == 128 and megatron["apply_rope_fusion"] is False
 
 
+def test_heads_that_engines_cannot_take_are_a_problem_of_runs_that_start_engines(
+    argv: list[str], checkpoint: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "head_dim": 16}))
+    with pytest.raises(ConfigError, match=r"attention heads of 16 numbers \(head_dim\), but engines on this platform"):
+        resolve(argv, fetch=False)
+    sft = [*argv, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns"]
+    with pytest.raises(ConfigError) as caught:
+        resolve([*sft, "--debug-train-only"], fetch=False)
+    assert not any("attention heads" in problem for problem in caught.value.problems)
+
+
 def test_all_problems_come_at_once(argv: list[str]) -> None:
     wrong = [
         "--rollout-bach-size",

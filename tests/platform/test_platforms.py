@@ -49,6 +49,12 @@ def test_engine_arguments_are_vllms_own_names() -> None:
             assert argument in AsyncEngineArgs.__dataclass_fields__
 
 
+def test_heads_that_engines_take_on_a_cpu_are_those_of_vllms_attention() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(get_platform("cpu").engine_head_sizes or ()) == CPUAttentionBackend.get_supported_head_sizes()
+
+
 def test_auto_is_cuda_where_a_device_is_visible(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_platform("auto").name == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

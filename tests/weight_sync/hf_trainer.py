@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,13 @@ class HfTrainer:
             else:
                 tensors[name] = tensor
         return tensors
+
+
+def wrong_checksum_of(name: str) -> Callable[[BucketMessage], BucketMessage]:
+    """For `HfTrainer.tamper`: what is read of this tensor differs from what its message says."""
+
+    def tamper(bucket: BucketMessage) -> BucketMessage:
+        specs = [replace(spec, checksum=spec.checksum ^ (spec.name == name)) for spec in bucket.tensors]
+        return replace(bucket, tensors=tuple(specs))
+
+    return tamper

@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
     key = _key(Path(own.key_file))
 
     from vime.config.hf import local_checkpoint
+    from vime.config.validate_model import check_head_size
     from vime.config.validate_routing import check_rollout_routing_replay
     from vime.engine.vllm.server import EngineServer
     from vime.engine.vllm.versions import adapter_for
@@ -69,9 +70,11 @@ def run(argv: Sequence[str]) -> int:
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     routed_experts = config.train.use_rollout_routing_replay
     shape = family_of(hf_config).settings(hf_config).transformer
-    if problems := list(
-        check_rollout_routing_replay(config, shape, adapter_for().routed_experts_problem(platform.device_type))
-    ):
+    problems = [
+        *check_head_size(config, shape, platform.engine_head_sizes),
+        *check_rollout_routing_replay(config, shape, adapter_for().routed_experts_problem(platform.device_type)),
+    ]
+    if problems:
         raise ConfigError(problems)
     server = EngineServer(
         str(folder),

@@ -165,6 +165,7 @@ def _facts(
         explicit=frozenset(g.flag.key for g in parsed.given.values() if g.flag.owner == "vime"),
         shape=shape,
         max_position_embeddings=shape.get("max_position_embeddings") if model else None,
+        head_sizes=platform.engine_head_sizes if platform is not None else None,
         shape_claims=claims,
         metric_problem=name_problem,
         routed_experts_problem=_routed_experts_problem(config, platform),

@@ -9,6 +9,7 @@ from typing import Any
 
 from vime.cli.parse import Catalogue
 from vime.cli.resolve import DEFAULT, Resolved, as_mapping, resolve
+from vime.config.hf import read_model_config
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,6 +17,11 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in argv if word != "--json"]
     sys.path.insert(0, "")  # users' hooks are looked for beside them, as `python train.py` does
     resolved = resolve(words, fetch=False)
+    checkpoint = resolved.config.checkpoint
+    if checkpoint.load is not None or checkpoint.save is not None:
+        from vime.orchestration.resume import check_load
+
+        check_load(resolved.config, read_model_config(checkpoint.hf_checkpoint))
     if "--json" in argv:
         print(json.dumps({**as_mapping(resolved.config), "model": resolved.shape, "origin": resolved.origin}, indent=2))
     else:

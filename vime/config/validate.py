@@ -60,6 +60,8 @@ class Facts:
     """The checkpoint's architecture in Megatron's names; empty when there is no checkpoint to read."""
     max_position_embeddings: int | None = None
     """Positions the checkpoint was made for."""
+    head_sizes: tuple[int, ...] | None = None
+    """Numbers in an attention head that engines can work with; None where that is no question."""
     shape_claims: tuple[tuple[str, str, Any], ...] = ()
     """Megatron flags that describe the model: (flag name, name in `shape`, value)."""
     megatron_limits: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -102,7 +104,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         check_sharing(config, platform=facts.platform, turns_problem=facts.turns_problem),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
-        check_model(config, facts.shape, facts.shape_claims),
+        check_model(config, facts.shape, facts.shape_claims, facts.head_sizes),
         check_rollout_routing_replay(config, facts.shape, facts.routed_experts_problem),
         check_paths(config),
         check_debug(config, facts.platform),

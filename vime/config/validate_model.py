@@ -7,15 +7,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vime.config import Config
+from vime.config.modes import generates
 from vime.config.parallel import parallel_sizes
 
 
-def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[str, str, Any], ...]) -> Iterator[str]:
-    """Flags that describe the model must agree with it, and an engine's devices must divide its heads.
+def check_model(
+    config: Config,
+    shape: Mapping[str, Any],
+    claims: tuple[tuple[str, str, Any], ...],
+    head_sizes: tuple[int, ...] | None = None,
+) -> Iterator[str]:
+    """Flags that describe the model must agree with it, and engines must be able to serve it.
 
     Args:
         shape: the checkpoint's architecture in Megatron's names; empty when it could not be read.
         claims: (flag, name in `shape`, value) of each flag that describes the model.
+        head_sizes: that engines started here can take; None where that is no question.
     """
     if not shape:
         return
@@ -32,6 +39,18 @@ def check_model(config: Config, shape: Mapping[str, Any], claims: tuple[tuple[st
     size = config.cluster.rollout_num_gpus_per_engine
     if size > 1 and heads % size:
         yield f"--rollout-num-gpus-per-engine is {size}, which does not divide the model's {heads} attention heads"
+    if generates(config) and not config.cluster.rollout_external_engine_addrs:
+        yield from check_head_size(config, shape, head_sizes)
+
+
+def check_head_size(config: Config, shape: Mapping[str, Any], sizes: tuple[int, ...] | None) -> Iterator[str]:
+    """An engine would end with its first request. Args: as those of `check_model`."""
+    width = shape.get("kv_channels")
+    if sizes is not None and width is not None and width not in sizes:
+        yield (
+            f"the checkpoint {config.checkpoint.hf_checkpoint} has attention heads of {width} numbers (head_dim), but "
+            f"engines on this platform take {', '.join(map(str, sizes))}; use another model, or another --platform"
+        )
 
 
 def check_lengths(config: Config, max_position_embeddings: int | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import Config
+from vime.config.dtype import run_dtype
 from vime.config.modes import trains
 from vime.errors import ConfigError
 from vime.loop.cadence import StopRule
@@ -19,7 +20,7 @@ from vime.loop.checkpoint import (
     rollout_of,
     set_aside,
 )
-from vime.loop.compatibility import changes, conflicts
+from vime.loop.compatibility import changes, conflicts, settings_to_keep
 from vime.loop.replay import ReplayedRollouts
 from vime.protocols import DataSource, Trainer
 
@@ -78,6 +79,18 @@ def check_settings(config: Config, checkpoint: Checkpoint, now: Mapping[str, Any
     if problems := list(conflicts(checkpoint.settings, now, weights_only=weights_only)):
         raise ConfigError([f"--load {checkpoint.path}: {problem}" for problem in problems])
     return [] if finetune else changes(checkpoint.settings, now)
+
+
+def check_load(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """What a run finds out about --load and --save before it starts. Args: hf_config: the model's config.json.
+
+    Raises: ConfigError where that refuses it.
+    """
+    checkpoint = checkpoint_to_load(config)
+    first_rollout(config, checkpoint)
+    if checkpoint is not None:
+        kept = settings_to_keep(config, hf_config, dtype=run_dtype(config.megatron, hf_config))
+        check_settings(config, checkpoint, kept)
 
 
 def replayed_rollouts(config: Config, start: int) -> ReplayedRollouts | None:

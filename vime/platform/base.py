@@ -24,6 +24,9 @@ class Platform(Protocol):
     turns_problem: str | None
     """Why nothing can leave the device so that trainer and engines take turns on it; None where that can be."""
 
+    engine_head_sizes: tuple[int, ...] | None
+    """Numbers in an attention head that engines can work with; None where that is no question."""
+
     def device_count(self) -> int:
         """Devices on this node (on the CPU platform: processes worth starting)."""
 

@@ -31,6 +31,8 @@ class CpuPlatform:
     turns_problem: str | None = (
         "trainer and engines use the host's memory side by side, and there is nowhere else to go"
     )
+    # vLLM's attention for CPUs, 0.26 and 0.32; of another size its kernel fails at the first request.
+    engine_head_sizes: tuple[int, ...] | None = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     transports: tuple[str, ...] = ("shm", "gloo", "disk")
 
     def device_count(self) -> int:

@@ -40,6 +40,7 @@ class CudaPlatform:
     ray_resource = "GPU"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     turns_problem: str | None = None
+    engine_head_sizes: tuple[int, ...] | None = None  # vLLM chooses among several kinds of attention
     transports: tuple[str, ...] = ("ipc", "nccl", "shm", "gloo", "disk")
 
     def device_count(self) -> int:

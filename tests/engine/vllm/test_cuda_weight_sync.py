@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import RUN_KEY, save_tiny_model
-from tests.weight_sync.hf_trainer import HfTrainer
+from tests.weight_sync.hf_trainer import HfTrainer, wrong_checksum_of
 from vime.engine.vllm.client import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
@@ -237,11 +237,7 @@ def test_syncs_to_other_devices_are_verified_and_a_wrong_tensor_is_caught(
         trainer.perturb(seed)
         assert sync.publish() == seed
 
-    def corrupt(bucket: BucketMessage) -> BucketMessage:
-        specs = [dataclasses.replace(s, checksum=s.checksum ^ (s.name == VICTIM)) for s in bucket.tensors]
-        return dataclasses.replace(bucket, tensors=tuple(specs))
-
-    trainer.tamper = corrupt
+    trainer.tamper = wrong_checksum_of(VICTIM)
     with pytest.raises(WeightSyncError, match=f"checksum differs for {VICTIM}"):
         sync.publish()
     trainer.tamper = lambda bucket: bucket

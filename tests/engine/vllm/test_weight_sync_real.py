@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.weight_sync.hf_trainer import HfTrainer, Named
+from tests.weight_sync.hf_trainer import HfTrainer, Named, wrong_checksum_of
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
@@ -142,11 +142,7 @@ def test_a_broadcast_brings_the_new_weights_and_is_checked_like_the_others(
         by_gloo.publish()
     other.edit = lambda stream: stream
 
-    def corrupt(bucket: BucketMessage) -> BucketMessage:
-        specs = [dataclasses.replace(s, checksum=s.checksum ^ (s.name == VICTIM)) for s in bucket.tensors]
-        return dataclasses.replace(bucket, tensors=tuple(specs))
-
-    other.tamper = corrupt
+    other.tamper = wrong_checksum_of(VICTIM)
     with pytest.raises(WeightSyncError, match=f"checksum differs for {VICTIM}"):
         by_gloo.publish()
     other.tamper = lambda bucket: bucket
