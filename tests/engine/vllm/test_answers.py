@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vime.engine.vllm import short_answers
 from vime.engine.vllm.answers import RoutingShape, parse_completions, request_body, version_number
 from vime.engine.vllm.versions import KNOWN
 from vime.errors import EngineError
@@ -39,6 +40,32 @@ def test_a_complete_answer() -> None:
     assert completion.log_probs == (-0.5, -1.5)
     assert completion.finish_reason == "stop"
     assert completion.weight_versions == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 2))
+
+
+def test_log_probs_may_be_bytes() -> None:
+    values = np.array([-0.5, 1e-8], np.float32)
+    short = choice(logprobs=None, log_probs=short_answers.encode(values))
+    (completion,) = parse_completions({"choices": [short]}, asked(), NEW, None)
+    assert completion.log_probs == (-0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (short_answers.encode(np.array([-0.5], np.float32)), "2 tokens came with 1 log-probs"),
+        (
+            short_answers.encode(np.array([-0.5, np.nan], np.float32)),
+            r"token 1 \(id 6\) came without a log-prob \(nan\)",
+        ),
+        (short_answers.encode(np.array([-np.inf, -1.0], np.float32)), "token 0 .* without a log-prob"),
+        ("AAA", "no float32 in base64"),
+        ("AAAA", "no float32 in base64"),
+        (None, "no float32 in base64"),
+    ],
+)
+def test_wrong_bytes_are_an_error(text: str | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        parse_completions({"choices": [choice(logprobs=None, log_probs=text)]}, asked(), NEW, None)
 
 
 def test_completions_come_in_the_order_of_their_index() -> None:

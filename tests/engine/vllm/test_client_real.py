@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from tests.weight_sync.hf_trainer import HfTrainer
+from vime.engine.vllm.answers import request_body
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
-from vime.engine.vllm.server import EngineServer
+from vime.engine.vllm.server import SERVED_MODEL_NAME, EngineServer
+from vime.engine.vllm.short_answers import decode
 from vime.errors import EngineError
 from vime.protocols import Completion, GenerateRequest, SamplingParams
 from vime.weight_sync import disk
@@ -68,6 +70,16 @@ def generate(router: RouterProcess, engine: EngineServer, key: str, request: Gen
             await client.aclose()
 
     return asyncio.run(run())
+
+
+def test_the_servers_answers_hold_log_probs_as_bytes(control: VllmEngine) -> None:
+    """By the correction of vLLM's server (short_answers.py), also with stop strings, whose responses are cut short."""
+    request = ask("short", n=2, max_tokens=6, ignore_eos=True)
+    body = control._post("/inference/v1/generate", request_body(request, SERVED_MODEL_NAME))
+    assert all(choice["logprobs"] is None and len(decode(choice["log_probs"])) == 6 for choice in body["choices"])
+    stopped = ask("stopped", n=4, max_tokens=40, stop=("A", "e", "a"))
+    body = control._post("/inference/v1/generate", request_body(stopped, SERVED_MODEL_NAME))
+    assert all(len(decode(choice["log_probs"])) == len(choice["token_ids"]) for choice in body["choices"])
 
 
 def test_seeded_prompts_that_do_not_fit_into_one_engine_step_are_all_answered(

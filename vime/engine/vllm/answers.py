@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vime.engine.vllm import short_answers
 from vime.engine.vllm.versions import VllmAdapter
 from vime.errors import EngineError
 from vime.models import ModelSettings
@@ -60,6 +61,7 @@ def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
         "logprobs": 0,  # the sampled token's alone
+        "flat_logprobs": True,  # lists of numbers in the server, which its garbage collector need not walk
         "output_kind": _FINAL_ONLY,
     }
     if sampling.seed is not None:
@@ -139,18 +141,23 @@ def _completion(
 
 
 def _log_probs(choice: Mapping[str, Any], token_ids: tuple[int, ...]) -> tuple[float, ...]:
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if len(content) != len(token_ids):
-        raise EngineError(f"{len(token_ids)} tokens came with {len(content)} log-probs")
-    log_probs = []
-    for position, (token_id, entry) in enumerate(zip(token_ids, content, strict=True)):
-        value = float(entry["logprob"])
-        if not math.isfinite(value) or value <= _MISSING_LOG_PROB:
-            raise EngineError(f"token {position} (id {token_id}) came without a log-prob ({value})")
+    content: Sequence[Mapping[str, Any]] = ()
+    if short_answers.FIELD in choice:
+        try:
+            values = short_answers.decode(choice[short_answers.FIELD])
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"log-probs are no float32 in base64: {error}") from error
+    else:
+        content = (choice.get("logprobs") or {}).get("content") or []
+        values = np.array([entry["logprob"] for entry in content], np.float64)
+    if len(values) != len(token_ids):
+        raise EngineError(f"{len(token_ids)} tokens came with {len(values)} log-probs")
+    for i in np.flatnonzero(~(np.isfinite(values) & (values > _MISSING_LOG_PROB)))[:1]:
+        raise EngineError(f"token {i} (id {token_ids[i]}) came without a log-prob ({float(values[i])})")
+    for i, (token_id, entry) in enumerate(zip(token_ids, content, strict=False)):
         if entry.get("token_id", token_id) != token_id:
-            raise EngineError(f"token {position} has id {token_id}, its log-prob is of id {entry['token_id']}")
-        log_probs.append(min(value, 0.0))  # rounding may leave a certain token a few 1e-8 above 0
-    return tuple(log_probs)
+            raise EngineError(f"token {i} has id {token_id}, its log-prob is of id {entry['token_id']}")
+    return tuple(np.minimum(values, 0.0).tolist())  # rounding may leave a certain token a few 1e-8 above 0
 
 
 def _version_spans(

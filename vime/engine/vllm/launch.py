@@ -60,7 +60,10 @@ def _send(group: int, number: int) -> bool:
 def main() -> None:
     """Run the server with the command line arguments as they are."""
     end_with_owner()
+    from vime.engine.vllm import short_answers  # has threads, by numpy
+
     sys.argv[0] = SERVER_MODULE
+    short_answers.install()
     try:
         runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
     finally:
