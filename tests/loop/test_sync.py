@@ -1,6 +1,7 @@
 """The synchronous loop on fakes of its protocols: what it calls, in which order, and what it writes."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,10 +16,11 @@ from vime.loop.evaluation_only import run_evaluation_only
 from vime.loop.recorder import Recorder
 from vime.loop.sync import Stages, run_sync
 from vime.observability.progress import RunProgress
+from vime.observability.rollout_file import read_rollout
 from vime.observability.run_folder import RunFolder
 from vime.observability.start_times import StartTimes
 from vime.observability.writers import JsonlWriter
-from vime.types import Group, RolloutResult
+from vime.types import Group, RolloutResult, Sample
 
 
 class World:
@@ -262,3 +264,19 @@ def test_what_the_start_took_is_written_with_the_first_step_alone(tmp_path: Path
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [any(name.startswith("start/") for name in row) for row in rows if row["step"] >= 0] == [True, False]
     assert rows[0]["start/update_weights_s"] <= rows[0]["start/total_s"]
+
+
+def test_a_rollout_is_written_while_the_block_runs_and_is_whole_when_it_ends(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    recorder = Recorder(RunFolder(tmp_path), RunProgress(1), writer)
+    groups = [Group(0, [Sample(prompt="p", tokens=(1, 2), group_id=0, sample_id=0, trajectory_id=0)])]
+    with recorder.step(0) as step:
+        with step.rollout_kept_meanwhile(groups):
+            pass
+        assert [g.group_id for g in read_rollout(RunFolder(tmp_path).rollout_path(0))] == [0]
+        shutil.rmtree(tmp_path / "rollouts")
+        (tmp_path / "rollouts").write_text("no folder")
+        with pytest.raises(OSError), step.rollout_kept_meanwhile(groups):
+            pass
+        with pytest.raises(ValueError, match="the block"), step.rollout_kept_meanwhile(groups):
+            raise ValueError("the block's own error is the cause")

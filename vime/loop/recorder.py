@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,17 @@ class Step:
         if self._copies.rollout_data is not None:
             with self._copy(self._copies.rollout_data) as path:
                 write_rollout(path, self._rollout_id, groups, self._keys.train)
+
+    @contextmanager
+    def rollout_kept_meanwhile(self, groups: Sequence[Group]) -> Iterator[None]:
+        """`keep_rollout` beside the block, which ends when all is written: half a second for 500,000 tokens.
+
+        Raises: OSError (a full disk), if the block itself ended well.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout-file") as pool:
+            writing = pool.submit(self.keep_rollout, groups)
+            yield
+        writing.result()
 
     def keep_batch(self, batch: TrainBatch) -> None:
         """Write what the trainer is given, where the run is to."""

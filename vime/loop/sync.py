@@ -135,9 +135,8 @@ def train(stages: Stages, step: Step, rollout_id: int, result: RolloutResult, ve
     """Train on a rollout. Args: version: of the weights that generated it."""
     with step.stage("make_batch"):
         batch, batch_metrics = stages.make_batch(rollout_id, result.groups)
-        step.keep_rollout(result.groups)
         step.keep_batch(batch)
-    with step.stage("train"):
+    with step.rollout_kept_meanwhile(result.groups), step.stage("train"):
         train_metrics = stages.trainer.train(batch)
     step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
     step.add(staleness_metrics(result.groups, version_after(rollout_id - 1)))
