@@ -72,7 +72,8 @@ def shortened(original: Any) -> Any:
         answer = await original(self, request, seen(), *more)
         if not last or not hasattr(answer, "choices"):
             return answer  # an error
-        short = _kind(type(answer)).model_construct(**dict(answer))
+        kind: Any = type(answer)
+        short = _short(kind).model_construct(**dict(answer))
         short._log_probs = [encode(sampled_log_probs(o.logprobs, o.token_ids)) for o in last[0].outputs]
         return short
 
@@ -80,7 +81,7 @@ def shortened(original: Any) -> Any:
 
 
 @functools.cache
-def _kind(kind: Any) -> Any:
+def _short(kind: Any) -> Any:
     """A class of answers that is also this one of vLLM's; its HTTP route asks for that, and for a dict."""
     from pydantic import PrivateAttr
 
