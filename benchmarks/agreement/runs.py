@@ -22,12 +22,12 @@ _BLOCK, _T_MAX = 10, len(_T) + 1
 
 
 def read_differences(run: Path) -> list[float]:
-    """The metric of each step of a run, in their order.
+    """The metric of each step of a run, in their order. Args: run: its folder, or a copy of its metrics.jsonl.
 
     A run that was resumed has the steps after its checkpoint twice, and the later ones count; a line that a crash cut
     is none. Raises: ValueError if a step has none.
     """
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run if run.is_file() else run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = {row["step"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
     values = [row.get(METRIC) for _, row in sorted(rows.items()) if "train/step" in row]
     if not values or any(value is None for value in values):
