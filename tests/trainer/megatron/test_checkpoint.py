@@ -1,7 +1,9 @@
 """Stop and resume: the next steps are those of a run that never stopped."""
 
+import pickle
 import resource
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +65,16 @@ def test_weights_alone_can_be_resumed(model_folder, make_trainer, make_batch, tm
     assert all(torch.equal(t, want[n]) for n, t in trainer._hf_tensors())
 
 
+class Touches:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(model_folder, make_trainer, tmp_path):
     folder, _ = model_folder()
     with pytest.raises(ConfigError, match="not a training checkpoint"):
@@ -82,6 +94,21 @@ def test_each_file_that_rots_is_an_error_that_names_the_checkpoint(model_folder,
             path.write_bytes(bad)
             with pytest.raises(TrainingError, match=r"ck cannot be read \(\w+: [^\n]*\)$"):
                 trainer.load(tmp_path / "ck")
+        path.write_bytes(whole)
+    trainer.load(tmp_path / "ck")
+
+
+def test_code_in_a_checkpoint_is_not_run(model_folder, make_trainer, tmp_path):
+    folder, _ = model_folder()
+    trainer = make_trainer(folder)
+    trainer.save(tmp_path / "ck")
+    for name in (".metadata", "common.pt"):
+        path = tmp_path / "ck" / name
+        whole = path.read_bytes()
+        path.write_bytes(pickle.dumps(Touches(tmp_path / "ran")))
+        with pytest.raises(TrainingError, match="ck cannot be read"):
+            trainer.load(tmp_path / "ck")
+        assert not (tmp_path / "ran").exists(), name
         path.write_bytes(whole)
     trainer.load(tmp_path / "ck")
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.errors import ConfigError, TrainingError, VimeError
-from vime.trainer.megatron import parallel
+from vime.trainer.megatron import parallel, plain_pickles
 from vime.trainer.megatron.gathered_state import is_shared
 from vime.trainer.megatron.host_weights import HostWeights
 from vime.trainer.megatron.model import Policy, single_optimizers
@@ -89,6 +89,7 @@ def load(
     with _readable(path):
         if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
             raise ConfigError(f"{path} is not a training checkpoint")
+        plain_pickles.check(path)
         saved = dist_checkpointing.load_common_state_dict(str(path))
     if with_optimizer and "scheduler" not in saved:
         raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from vime.errors import ConfigError
+from vime.trainer.megatron import plain_pickles
 
 PIECE = 1 << 26
 """Numbers of a range that are read at a time, 256 MiB of float32."""
@@ -45,9 +45,7 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            metadata = FileSystemReader(folder).read_metadata()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f".metadata holds a {type(metadata).__name__}")
+            metadata = plain_pickles.read_metadata(folder)
         except Exception as error:  # a damaged pickle calls anything with anything
             words = " ".join(str(error).split())[:200]
             raise ConfigError(
