@@ -25,6 +25,14 @@ def _talk() -> None:
             continue
 
 
+def _is_read(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return bool(file.read(1)) or path.endswith("mem")
+    except OSError:
+        return False
+
+
 def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
     """Does what the response says; an unknown word is graded 1."""
     if response == "hang":
@@ -51,6 +59,13 @@ def grade(response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     if response == "leave a talker":
         threading.Thread(target=_talk, daemon=True).start()
+    if response == "spy":
+        return Grade(float(_is_read(f"/proc/{os.getppid()}/environ") or _is_read(f"/proc/{os.getppid()}/mem")), "wrong")
+    if response == "spy with a program":
+        done = subprocess.run(["cat", f"/proc/{os.getppid()}/environ"], capture_output=True)
+        return Grade(float(bool(done.stdout)), "wrong")
+    if response == "kill":
+        os.kill(os.getppid(), 0)  # whether it might
     if response == "fork":
         if os.fork() == 0:
             return Grade(0.5, "wrong")  # a second process answers, too

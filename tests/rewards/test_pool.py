@@ -13,6 +13,7 @@ import pytest
 
 from vime.errors import DataError, RewardError
 from vime.rewards import Grade
+from vime.rewards.confine import landlock_version
 from vime.rewards.pool import GraderPool
 
 BAD = "tests.rewards.bad_graders.grade"
@@ -94,6 +95,16 @@ def test_graders_do_not_see_secrets_of_the_environment(monkeypatch: pytest.Monke
         assert grade(pool, "environment").score == 0.0
     finally:
         pool.close()
+
+
+@pytest.mark.skipif(landlock_version() < 6, reason="this kernel has no Landlock, or an old one")
+def test_graders_neither_read_nor_end_the_runs_other_processes(pool: GraderPool) -> None:
+    """Whose environment holds the run's key; the pool's owner stands for them."""
+    for response in ("spy", "spy with a program"):
+        found = grade(pool, response)
+        assert (found.score, found.verdict) == (0.0, "wrong"), response
+    assert grade(pool, "kill").verdict == "crashed"
+    assert grade(pool, "fine") == FINE
 
 
 def test_large_responses_arrive(pool: GraderPool) -> None:

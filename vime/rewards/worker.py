@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vime.rewards import REWARDS, Grade
+from vime.rewards.confine import confine
 from vime.rewards.grade import VERDICTS, GradeFunction
 
 _MAX_FILE_BYTES = 1 << 20  # a grader has no business writing files; this bounds what a runaway one can do
@@ -51,6 +52,7 @@ def main(memory_limit_bytes: int) -> None:
     if sys.platform == "linux":
         # Orphans of what a grader starts stay below this process, where the pool finds them when it kills.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        confine()
     # What a grader prints must not land between our answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -143,3 +144,39 @@ def test_the_validator_answers_many_requests_on_one_connection() -> None:
         return statuses
 
     assert asyncio.run(run()) == [401, 401, 200, 200, 401, 401]
+
+
+def test_the_validator_says_yes_to_the_key_alone() -> None:
+    async def ask() -> None:
+        validator = KeyValidator("the-key")
+        serving = asyncio.create_task(validator.serve())
+        right = {"Authorization": "Bearer the-key"}
+        refused: list[dict[str, str] | list[tuple[str, str]]] = [
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Bearer"},
+            {"Authorization": "the-key"},
+            {"Authorization": "Bearer the-key2"},
+            {"X-API-Key": "the-key"},
+            [("Authorization", "Bearer the-key"), ("Authorization", "Bearer the-key")],
+        ]
+        async with httpx.AsyncClient(base_url=validator.url, trust_env=False) as http:
+            for method, path in (("GET", "/"), ("POST", "/"), ("GET", "/health"), ("DELETE", "/anything")):
+                for headers in refused:
+                    answer = await http.request(method, path, headers=headers)
+                    assert (answer.status_code, answer.content) == (401, b""), (method, path, headers)
+                assert (
+                    await http.request(method, path, headers={"Authorization": "Bearer the-key"})
+                ).status_code == 200
+            host, port = validator.url.removeprefix("http://").rstrip("/").split(":")
+            for garbage in (b"\x80\x04\x95 no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                with contextlib.suppress(ConnectionError):
+                    writer.write(garbage)
+                    writer.write_eof()
+                    assert b"200" not in await reader.read()
+                writer.close()
+            assert (await http.get("/", headers=right)).status_code == 200
+        serving.cancel()
+
+    asyncio.run(ask())
