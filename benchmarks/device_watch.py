@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 INTERVAL_S = 0.05
+GONE = "gone"
 
 
 def device_number() -> int:
@@ -22,8 +23,19 @@ def process_name(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
-        return "gone"
+        return GONE
     return os.path.basename(words[0].decode(errors="replace").strip()) or "unnamed"
+
+
+def used_bytes() -> int:
+    """In use on the first device that is visible, by whatever process, now."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(device_number())).used)
+    finally:
+        pynvml.nvmlShutdown()
 
 
 class DeviceWatch:
@@ -41,11 +53,10 @@ class DeviceWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device-watch", daemon=True)
         self._names: dict[int, str] = {}
+        self._peaks: dict[int, int] = {}
         self.before_bytes = 0
         """In use when it was entered."""
         self.peak_bytes = 0
-        self.peak_by_process: dict[str, int] = {}
-        """Of each name, the most that one process had; empty where the driver tells none."""
 
     def used_bytes(self) -> int:
         """Now."""
@@ -57,14 +68,18 @@ class DeviceWatch:
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device):
             if process.usedGpuMemory is None:
                 continue
-            name = process_name(process.pid)
-            # A process renames itself while it starts; what it had before belongs to the name it has at last.
-            if (old := self._names.get(process.pid)) not in (None, name) and name != "gone":
-                self.peak_by_process.pop(str(old), None)
-            if name == "gone":
-                name = self._names.get(process.pid, name)
-            self._names[process.pid] = name
-            self.peak_by_process[name] = max(self.peak_by_process.get(name, 0), int(process.usedGpuMemory))
+            if (name := process_name(process.pid)) != GONE:
+                self._names[process.pid] = name  # the last one: processes rename themselves while they start
+            self._peaks[process.pid] = max(self._peaks.get(process.pid, 0), int(process.usedGpuMemory))
+
+    @property
+    def peak_by_process(self) -> dict[str, int]:
+        """Of each name, the most that one process had; empty where the driver tells none."""
+        peaks: dict[str, int] = {}
+        for pid, size in self._peaks.items():
+            name = self._names.get(pid, GONE)
+            peaks[name] = max(peaks.get(name, 0), size)
+        return peaks
 
     def engine_bytes(self) -> int | None:
         """The most that a vLLM engine in a process of its own had; None where the driver does not tell."""

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.device_watch import DeviceWatch  # noqa: E402
+from benchmarks.device_watch import DeviceWatch, used_bytes  # noqa: E402
 from benchmarks.workload import add_shape, offline, prompt_ids, prompt_text, write_model  # noqa: E402
 from vime.models import family_of  # noqa: E402
 from vime.models.flops import forward_flops  # noqa: E402
@@ -97,10 +97,8 @@ def prepare(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -
 
 def raw_vllm(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """Offline vLLM, and what it has of the device."""
-    with DeviceWatch() as watch:
-        figures = offline(folder / "model", options)
-        figures["device_bytes"] = watch.used_bytes() - watch.before_bytes
-    return figures
+    before = used_bytes()  # no watching thread: vLLM forks its engine
+    return offline(folder / "model", options, measure=lambda: used_bytes() - before)
 
 
 CHILDREN = {"prepare": prepare, "offline": raw_vllm}

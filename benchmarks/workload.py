@@ -8,6 +8,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,18 @@ def prompt_text(tokens: list[int]) -> str:
     return " ".join(f"w{i}" for i in tokens)
 
 
-def offline(model: Path, options: argparse.Namespace, platform_name: str = "cuda", repeats: int = 2) -> dict[str, Any]:
+def offline(
+    model: Path,
+    options: argparse.Namespace,
+    platform_name: str = "cuda",
+    *,
+    repeats: int = 2,
+    measure: Callable[[], int] | None = None,
+) -> dict[str, Any]:
     """`vllm.LLM.generate` on a step's requests, after a short one, with the arguments that a run's engine gets.
 
     Sets environment variables that vLLM reads when it is imported. Returns: seconds of each time, response tokens per
-    second at the median, the KV cache's tokens.
+    second at the median, the KV cache's tokens, the device's bytes that `measure` gives while the engine is there.
     """
     from vime.platform import get_platform
 
@@ -92,4 +100,5 @@ def offline(model: Path, options: argparse.Namespace, platform_name: str = "cuda
         "generation_s_all": times,
         "tokens_per_s": tokens / seconds,
         "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "device_bytes": measure() if measure is not None else None,
     }
