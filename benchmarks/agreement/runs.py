@@ -29,7 +29,7 @@ def read_differences(run: Path) -> list[float]:
     """
     lines = (run if run.is_file() else run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = {row["step"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
-    values = [row.get(METRIC) for _, row in sorted(rows.items()) if "train/step" in row]
+    values = [row.get(METRIC) for _, row in sorted(rows.items()) if METRIC in row or "train/step" in row]
     if not values or any(value is None for value in values):
         raise ValueError(f"{run}: {sum(v is None for v in values)} of {len(values)} steps have no {METRIC}")
     return [float(value) for value in values]
