@@ -128,7 +128,7 @@ def trained(
     log = folder / "train.log"
     started = time.monotonic()
     code = lanes.train(
-        *("--config", str(QUICKSTART / "grpo.yaml"), "--hf-checkpoint", str(warm), "--run-dir", str(folder)),
+        *("--config", str(recipe_of(name, folder)), "--hf-checkpoint", str(warm), "--run-dir", str(folder)),
         *("--prompt-data", str(data / "train.jsonl"), "--eval-config", str(data / "heldout.yaml")),
         *("--seed", str(seed), "--rollout-seed", str(seed), "--no-save-rollouts", "--weight-probe-interval", "0"),
         *engine,
@@ -141,6 +141,18 @@ def trained(
     run = report.read_run(name, seed, folder, time.monotonic() - started)
     record.add(run, flags, warm)
     say(f"{name}, seed {seed}: {run.before:.3f} -> {run.after:.3f} in {run.seconds:.0f} s")
+
+
+def recipe_of(name: str, folder: Path) -> Path:
+    """The quickstart's recipe, or a copy in `folder` without the settings that this row does not read."""
+    recipe = QUICKSTART / "grpo.yaml"
+    not_read = settings.NOT_READ.get(name, ())
+    if not not_read:
+        return recipe
+    lines = recipe.read_text(encoding="utf-8").splitlines(keepends=True)
+    copy = folder / "recipe.yaml"
+    copy.write_text("".join(x for x in lines if x.partition(":")[0] not in not_read), encoding="utf-8")
+    return copy
 
 
 def warmed_up(lanes: Lanes, model: Path, train_data: Path, out: Path) -> Path:

@@ -28,6 +28,8 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "grpo, KL in the loss": ("--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", "1e-3"),
     "reinforce_plus_plus, KL in the reward": ("--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "1e-3"),
 }
+NOT_READ: Mapping[str, Sequence[str]] = {"rloo, REINFORCE": ("eps-clip", "eps-clip-high")}
+"""Settings of the quickstart's recipe that a row must leave out, because nothing would read them."""
 LONGEST = ("ppo",)
 """Rows whose steps take much longer than the others'."""
 CONTROL = "control: rewards by chance"

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.algorithms import report, settings
-from benchmarks.algorithms.__main__ import most_lanes
+from benchmarks.algorithms.__main__ import most_lanes, recipe_of
 from benchmarks.algorithms.lanes import LaneFailed, Lanes, shares_of_cores
 from vime.cli.parse import Catalogue, parse
+from vime.cli.resolve import build_config
 from vime.config.estimators import ESTIMATORS
+from vime.config.unread import unread_settings
 
 CONTROL = settings.CONTROL
 
@@ -29,6 +31,14 @@ def test_every_estimator_is_a_row() -> None:
 def test_the_flags_of_each_row_are_flags(name: str, budget: tuple[str, ...]) -> None:
     parsed = parse([*budget, *settings.flags_of(name)], Catalogue())
     assert not parsed.problems and "vime.train.num_steps_per_rollout" in parsed.given
+
+
+@pytest.mark.parametrize("name", settings.rows(with_variants=True))
+def test_every_setting_of_a_row_is_read(name: str, tmp_path: Path) -> None:
+    words = ["--config", str(recipe_of(name, tmp_path)), "--eval-config", "heldout.yaml", *settings.FULL]
+    parsed = parse([*words, *settings.flags_of(name)], Catalogue())
+    given = {g.flag.key for g in parsed.given.values() if g.flag.owner == "vime"}
+    assert "algo.advantage_estimator" in given and not list(unread_settings(build_config(parsed), given))
 
 
 def write_run(folder: Path, *accuracies: float, explained: tuple[float, ...] = (), row: str = "grpo") -> report.Run:
