@@ -40,11 +40,9 @@ def request_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def group_seed(config: Config, rollout_id: int, group_id: int) -> int | None:
-    """The seed of a training group's request; None where engines draw from a stream of their own."""
-    if not config.rollout.rollout_request_seeds:
-        return None
-    return request_seed(config.data.rollout_seed, rollout_id, group_id)
+def group_seed(config: Config, *parts: int | str) -> int | None:
+    """The seed of a training group's request, that these parts decide; None where engines draw from one stream."""
+    return request_seed(config.data.rollout_seed, *parts) if config.rollout.rollout_request_seeds else None
 
 
 def fit_context(sampling: SamplingParams, prompt_len: int, max_context_len: int | None) -> SamplingParams:

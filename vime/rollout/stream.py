@@ -25,7 +25,7 @@ from vime.observability.trace import Span, add_span
 from vime.protocols import DataSource, RolloutContext
 from vime.rollout.continuing import ContinuingEngines
 from vime.rollout.gate import Gate, Pulse
-from vime.rollout.generate import request_seed, rollout_sampling
+from vime.rollout.generate import group_seed, rollout_sampling
 from vime.rollout.kept import Kept
 from vime.rollout.loop_thread import LoopThread
 from vime.rollout.runner import GroupRunner, Outcome
@@ -172,7 +172,7 @@ class RolloutStream:
             self._context,
             self._engines,
             sampling=rollout_sampling(config),
-            seed_of=lambda group: request_seed(config.data.rollout_seed, "stream", self._version, group.group_id),
+            seed_of=lambda group: group_seed(config, "stream", self._version, group.group_id),
             name="stream",
             rollout_id=rollout_id,
             max_context_len=config.rollout.rollout_max_context_len,
