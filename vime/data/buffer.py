@@ -13,6 +13,7 @@ from vime.config.hooks import UserFunction
 from vime.data.order import PromptOrder
 from vime.data.prompt_set import Prompt, PromptSet
 from vime.data.sample_json import group_from_json, group_to_json
+from vime.data.waiting import WaitingGroups
 from vime.errors import DataError
 from vime.protocols import DataSource, RolloutContext
 from vime.types import Group, Metrics, Sample
@@ -62,13 +63,13 @@ class DataBuffer(DataSource):
         if prompts is not None:
             sizes = part_sizes or (prompts.part_sizes if isinstance(prompts, PromptSet) else [len(prompts)])
             self._order = PromptOrder(sizes, weights=weights, shuffle=shuffle, seed=seed)
-        self._filter, self._sort = buffer_filter, sort_by_staleness
+        self._filter = buffer_filter
         self._context: RolloutContext | None = None
         self._rollout_id = -1
         self._next_group_id = 0
         self._next_sample_id = 0
         self._num_discarded = 0
-        self._put_back: list[Group] = []
+        self._put_back = WaitingGroups(oldest_version) if sort_by_staleness else WaitingGroups()
         self._discarded: list[Group] = []
         self._fingerprints: dict[str, str] | None = None
 
@@ -97,14 +98,14 @@ class DataBuffer(DataSource):
 
         Raises: ValueError for a group that this buffer never handed out, or holds already. Nothing is taken then.
         """
-        held = {group.group_id for group in self._put_back}
+        given: set[int] = set()
         for group in groups:
-            if group.group_id in held:
+            if group.group_id in given or group.group_id in self._put_back:
                 raise ValueError(f"group {group.group_id} is put back twice")
             if not 0 <= group.group_id < self._next_group_id:
                 raise ValueError(f"group {group.group_id} did not come from this buffer")
-            held.add(group.group_id)
-        self._put_back.extend(groups)
+            given.add(group.group_id)
+        self._put_back.add(groups)
 
     @property
     def waiting(self) -> list[int]:
@@ -170,24 +171,21 @@ class DataBuffer(DataSource):
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data buffer is damaged: {error!r}") from error
         self._next_group_id, self._next_sample_id, self._num_discarded = counters
-        self._put_back = put_back
+        self._put_back.replace(put_back)
 
     def _again(self, n: int) -> list[Group]:
         """At most n of the groups put back, which they leave."""
-        waiting = self._put_back
-        if not waiting or n < 1:
+        if not self._put_back or n < 1:
             return []
-        if self._sort:
-            waiting = sorted(waiting, key=oldest_version)  # stable: equals keep their order
         if self._filter is None:
-            self._put_back = waiting[n:]
-            return waiting[:n]
+            return self._put_back.take(n)
         if self._context is None:
             raise ValueError("a buffer filter needs begin_rollout before get_groups")
+        waiting = list(self._put_back)
         left = list(waiting)
         chosen = self._call_filter(left, n)
         taken = {group.group_id for group in chosen}
-        self._put_back = [group for group in left if group.group_id not in taken]
+        self._put_back.replace(group for group in left if group.group_id not in taken)
         stays = taken | {group.group_id for group in self._put_back}
         discarded = [group for group in waiting if group.group_id not in stays]
         self._num_discarded += len(discarded)
