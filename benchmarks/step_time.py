@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from vime.models.flops import forward_flops  # noqa: E402
 from vime.protocols import RolloutContext  # noqa: E402
 from vime.types import Sample  # noqa: E402
 
-SHAPE = ("prompts", "samples", "prompt_len", "response_len", "utilization")
+SHAPE = ("platform", "prompts", "samples", "prompt_len", "response_len", "utilization")
 LAYOUTS = {
     "colocated": ("train.py", "--colocate", "--actor-num-gpus-per-node", "1"),
     "separate": ("train.py", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
@@ -91,12 +91,14 @@ def prepare(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -
     """Write the model; the arithmetic limit."""
     from benchmarks.train_step import matmul_tflops
 
-    write_model(folder / "model", config)
-    return {"matmul_tflops": matmul_tflops()}
+    write_model(folder / "model", config, options.platform)
+    return {"matmul_tflops": matmul_tflops() if options.platform == "cuda" else 1.0}
 
 
 def raw_vllm(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """Offline vLLM, and what it has of the device."""
+    if options.platform == "cpu":
+        return offline(folder / "model", options, "cpu")
     before = used_bytes()  # no watching thread: vLLM forks its engine
     return offline(folder / "model", options, measure=lambda: used_bytes() - before)
 
@@ -119,13 +121,14 @@ def run_flags(folder: Path, options: argparse.Namespace) -> list[str]:
         "custom-rm-path": "benchmarks.step_time.reward",
         "max-tokens-per-gpu": options.micro_batch_tokens or 16 * length,
         "lr": "1e-6",
-        "vllm-gpu-memory-utilization": options.utilization,
+        "platform": options.platform,
         "vllm-max-num-seqs": options.prompts * options.samples,
     }
-    words = [w for name, value in flags.items() for w in (f"--{name}", str(value))]
-    words += ["--vllm-enforce-eager"] if options.enforce_eager else []
-    layout = LAYOUTS[options.layout][1:]
-    return [*words, "--platform", "cuda", "--bf16", "--use-dynamic-batch-size", *layout, *options.flags]
+    words = [w for name, value in flags.items() for w in (f"--{name}", str(value))] + ["--use-dynamic-batch-size"]
+    if options.platform == "cuda":
+        words += ["--bf16", "--vllm-gpu-memory-utilization", str(options.utilization), *LAYOUTS[options.layout][1:]]
+        words += ["--vllm-enforce-eager"] if options.enforce_eager else []
+    return [*words, *options.flags]
 
 
 def run_for(command: list[str], timeout_s: float) -> bool:
@@ -158,7 +161,7 @@ def train(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> 
     ids = prompt_ids(options.prompts * options.steps, options.prompt_len, config["vocab_size"])
     lines = [json.dumps({"input": prompt_text(tokens)}) for tokens in ids]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with DeviceWatch() as watch:
+    with DeviceWatch() if options.platform == "cuda" else nullcontext() as watch:
         begin = time.perf_counter()
         whole = run_for([sys.executable, LAYOUTS[options.layout][0], *run_flags(folder, options)], options.timeout)
         seconds = time.perf_counter() - begin
@@ -167,12 +170,14 @@ def train(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> 
     steps = [r for r in records if "perf/step_time" in r]
     if len(steps) <= options.warm_up:
         raise SystemExit(f"the run made {len(steps)} steps, {options.warm_up} of them warm-up, so nothing is known")
-    device = {
-        "peak_bytes": watch.peak_bytes - watch.before_bytes,
-        "by_process": watch.peak_by_process,
-        "engine_bytes": watch.engine_bytes(),
-    }
-    return steps[options.warm_up :], {"device": device, "run_s": seconds, "ended_early": not whole, "first": steps[0]}
+    seen: dict[str, Any] = {"run_s": seconds, "ended_early": not whole, "first": steps[0]}
+    if watch is not None:
+        seen["device"] = {
+            "peak_bytes": watch.peak_bytes - watch.before_bytes,
+            "by_process": watch.peak_by_process,
+            "engine_bytes": watch.engine_bytes(),
+        }
+    return steps[options.warm_up :], seen
 
 
 def figures(steps: list[dict[str, Any]], limits: dict[str, Any], model: Any, options: argparse.Namespace) -> Any:
@@ -211,6 +216,7 @@ def parse(words: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace
     parser.add_argument("config", type=Path, help="an HF config.json")
     parser.add_argument("--num-layers", type=int, help="instead of the config's: a cut of the model")
     parser.add_argument("--layout", choices=LAYOUTS, default="colocated")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it; no limit is met")
     add_shape(parser)
     parser.add_argument("--steps", type=int, default=4, help="warm-up included (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps left out (default: %(default)s)")
@@ -253,8 +259,9 @@ def main() -> None:
             model = family_of(config).settings(config)
             versions = json.loads((folder / f"run-{options.layout}" / "versions.json").read_text(encoding="utf-8"))
             result |= {**figures(steps, limits, model, options), **seen, "versions": versions}
-            engine = seen["device"]["engine_bytes"] or limits["device_bytes"]
-            result["trainer_adds_bytes"] = seen["device"]["peak_bytes"] - engine
+            if "device" in seen:
+                engine = seen["device"]["engine_bytes"] or limits["device_bytes"]
+                result["trainer_adds_bytes"] = seen["device"]["peak_bytes"] - engine
     from benchmarks.common import say  # imports torch
 
     say({**result, "limits": limits}, options.out)
