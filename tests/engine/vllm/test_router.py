@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from vime.engine.vllm.processes import free_port
@@ -83,6 +84,21 @@ def test_a_router_whose_owner_dies_ends(engine_url: str, tmp_path: Path) -> None
     assert inner is not None and inner.stdin is not None
     inner.stdin.close()
     assert inner.wait(120) != 0
+
+
+def test_a_router_whose_key_check_is_killed_ends(engine_url: str, tmp_path: Path) -> None:
+    """It would refuse everybody and look alive."""
+    router = RouterProcess([engine_url], settings={}, key=KEY, log_path=tmp_path / "router.log")
+    router.start()
+    try:
+        router.wait_ready()
+        assert router.pid is not None and router.is_alive()
+        (validator,) = psutil.Process(router.pid).children()
+        validator.kill()
+        psutil.wait_procs([psutil.Process(router.pid)], timeout=60)
+        assert not router.is_alive()
+    finally:
+        router.stop()
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -262,6 +264,18 @@ def router_arguments(settings: Mapping[str, Any], validator_url: str) -> dict[st
     return {**arguments, "api_key": None, "api_key_validation_urls": [validator_url]}
 
 
+def _end_with(pipe: int) -> None:
+    """End this process when nobody holds the other end of a pipe any more, which nothing is ever written to.
+
+    A router without its validator would refuse every caller and look alive. The kernel sends SIGIO, whose default is
+    to end the process: no code of ours runs while Router.start does.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:
+        raise SystemExit("the router's key check ended at its start")
+
+
 def main() -> None:
     """The router process: settings from standard input, then serve until told to end."""
     given = json.loads(sys.stdin.buffer.readline())
@@ -269,10 +283,13 @@ def main() -> None:
     validator = KeyValidator(given["key"], host)
     # Router.start never lets go of the GIL, so the validator needs a process of its own; no thread runs yet to be lost.
     router_pid = os.getpid()
+    life, held = os.pipe()
     if os.fork() == 0:
         asyncio.run(validator.serve_until_owner_ends(router_pid))
         os._exit(0)
     validator.close()  # the child has the socket
+    os.close(held)
+    _end_with(life)
 
     from vllm_router_rs import Router
 
