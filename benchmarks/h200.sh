@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Every figure of benchmarks/report.py that whole steps and two devices are needed for, on two CUDA devices of one host.
 #
-#   benchmarks/h200.sh OUT [SECONDS]
+#   benchmarks/h200.sh OUT [SECONDS [PART...]]
 #
+# PARTs: w1 trl w3_ahead w2 weight_sync w3_separate rollout; default: all, in that order.
 # Results go to OUT as they come: step_time.jsonl, weight_sync.jsonl, times.txt, logs/. What no time is left for (SECONDS,
 # default 2400) is said and left out; every part has its own limit. Model and limits stay in WORK (default: a new folder).
 # BESIDE=1 runs TRL on the second device while W1 runs on the first, which takes 4 minutes less.
 # Lines that are accepted are appended to the files in benchmarks/results, with machine, versions, command and commit.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-out=$(realpath -m "$1") limit=${2:-2400} begin=$SECONDS
+out=$(realpath -m "$1") limit=${2:-2400} begin=$SECONDS parts=" ${*:3} "
 work=${WORK:-} python=${PYTHON:-python3}
 if [ -z "$work" ]; then
     work=$(mktemp -d)
@@ -19,10 +20,13 @@ mkdir -p "$out/logs" "$work/w1" "$work/w2" "$work/trl"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
 dense=scripts/models/qwen3-0.6b/config.json steps=$out/step_time.jsonl
 
+wanted() { [ -z "${parts// /}" ] || [[ $parts == *" $1 "* ]]; }
+
 # part NAME SECONDS COMMAND...: with what is left of the time as its limit, if SECONDS are left
 part() {
     local name=$1 wanted=$2 left=$((limit - SECONDS + begin))
     shift 2
+    wanted "$name" || return 0
     if [ $left -lt "$wanted" ]; then
         echo "$name left out: $left s are left, it takes $wanted" | tee -a "$out/times.txt"
         return
@@ -36,6 +40,7 @@ w1() {
         --out "$steps" -- --offload-rollout --no-offload-train
 }
 trl() {
+    wanted trl || return 0
     for _ in {1..180}; do # W1 makes the model
         [ -e "$work/w1/prepare.json" ] && break
         sleep 1
