@@ -1,11 +1,12 @@
 """Where a checkpoint is, and what is said when it is nowhere."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from vime.config.hf import local_checkpoint, read_model_config
+from vime.config.hf import load_tokenizer, local_checkpoint, read_model_config
 from vime.errors import ConfigError
 
 
@@ -53,3 +54,22 @@ def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
 def test_a_hub_name_that_cannot_be_fetched_says_so(read: object) -> None:
     with pytest.raises(ConfigError, match="owner/name: there is no such folder here, the hub did not give"):
         read("owner/name")  # type: ignore[operator]
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    from tests.fakes import char_tokenizer
+
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: ...\n")
+    settings = tmp_path / "tokenizer_config.json"
+    told = json.loads(settings.read_text())
+    assert load_tokenizer(tmp_path)("ab")["input_ids"]
+    settings.write_text(json.dumps(told | {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}))
+    with contextlib.suppress(ConfigError):  # or transformers' own class is used
+        load_tokenizer(tmp_path)
+    own = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    settings.write_text(json.dumps(told | own))
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    with pytest.raises(ConfigError, match="code of its own"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(max_len)
 
     monkeypatch.setattr(ServedTeacher, "check", check)
-    monkeypatch.setattr(module.AutoTokenizer, "from_pretrained", lambda folder: None)
+    monkeypatch.setattr(module, "load_tokenizer", lambda folder: None)
     return lengths
 
 

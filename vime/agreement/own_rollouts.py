@@ -27,9 +27,9 @@ _RANDOM_LENGTHS = (3, 9, 17, 33)
 def own_prompts(folder: Path) -> list[list[int]]:
     """Token ids: a few texts, or random ids where the checkpoint has no tokenizer."""
     if tokenizer_problem(folder) is None:
-        from transformers import AutoTokenizer
+        from vime.config.hf import load_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         return [_plain(tokenizer(text)["input_ids"]) for text in _TEXTS]
     size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     numbers = np.random.default_rng(0)

@@ -45,6 +45,24 @@ def tokenizer_problem(folder: Path) -> str | None:
     return f"--hf-checkpoint {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})"
 
 
+def load_tokenizer(folder: Path | str) -> Any:
+    """The checkpoint's tokenizer, by transformers; code that the checkpoint brings is not run.
+
+    Raises: ConfigError where transformers knows no such tokenizer without that code.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: its tokenizer is code of its own (auto_map in tokenizer_config.json), which "
+            "vime does not run; save it as one of transformers' own (tokenizer.json)"
+        ) from error
+
+
 def _folder(checkpoint: str) -> Path | None:
     """The folder meant, or None where the words can only be a hub name."""
     try:

@@ -11,10 +11,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from vime.config import modes
 from vime.config.eval_sets import has_eval_sets
+from vime.config.hf import load_tokenizer
 from vime.config.parallel import parallel_sizes
 from vime.data.prompts import CheckedRows
 from vime.engine.vllm.client import RouterClient
@@ -73,7 +72,7 @@ def run_on(
     config, checkpoint, fleet, progress = plan.config, plan.checkpoint, started.fleet, plan.progress
     with plan.times.part("data"):
         writer = stack.enter_context(closing(make_writer(config, plan.folder)))
-        tokenizer = AutoTokenizer.from_pretrained(plan.hf_path)
+        tokenizer = load_tokenizer(plan.hf_path)
         goes_on = checkpoint is not None and not config.checkpoint.finetune
         source = build_source(config, rows, tokenizer, checkpoint.data_source if checkpoint and goes_on else None)
         eval_sets = load_eval_sets(config, tokenizer) if plan.generates else {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from vime.config import Config, modes
+from vime.config.hf import load_tokenizer
 from vime.config.validate_teacher import teacher_is_served
 from vime.rollout.teacher import ServedTeacher
 
@@ -23,5 +22,5 @@ def served_teacher(config: Config, hf_path: Path, hf_config: dict[str, Any]) -> 
     key = None if key_file is None else Path(key_file).read_text(encoding="utf-8").strip()
     teacher = ServedTeacher(config.teacher, key)
     longest = config.rollout.rollout_max_context_len or int(hf_config["max_position_embeddings"])
-    teacher.check(AutoTokenizer.from_pretrained(hf_path), longest)
+    teacher.check(load_tokenizer(hf_path), longest)
     return teacher
