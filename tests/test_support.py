@@ -36,3 +36,14 @@ def test_a_batch_knows_that_trained_tokens_could_have_been_sampled():
         replace(batch, support=support(*right[:8], [int(batch.tokens[8]) + 1]))
     with pytest.raises(ValueError, match="support is of 8 tokens, expected 9"):
         replace(batch, support=support(*right[:8]))
+
+
+def test_supports_of_tokens_one_after_the_other_join():
+    of = SamplingSupport.of([[3, 5], [], [7]])
+    assert of.rows() == [[3, 5], [], [7]] and of.ids.dtype == np.int32 and of.starts.dtype == np.int64
+    joined = SamplingSupport.joined([(2, None), (3, of), (0, SamplingSupport.of([])), (1, SamplingSupport.of([[9]]))])
+    assert joined is not None and joined.rows() == [[], [], [3, 5], [], [7], [9]]
+    assert SamplingSupport.joined([(2, None), (1, None)]) is None
+    assert of.first(1).rows() == [[3, 5]] and of.first(0).rows() == []
+    with pytest.raises(ValueError, match="a support of 3 tokens came with 2"):
+        SamplingSupport.joined([(2, of)])

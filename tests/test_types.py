@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from vime.types import RoutedExperts, RoutedRows, Sample, TrainBatch
+from vime.types import RoutedExperts, RoutedRows, Sample, SamplingSupport, TrainBatch
 
 
 def routed(known: list[int], rows: int | None = None, dtype: npt.DTypeLike = np.uint8) -> RoutedExperts:
@@ -105,3 +105,19 @@ def test_a_sample_takes_no_rows_but_small_whole_numbers() -> None:
 
 def test_samples_with_rows_can_be_compared() -> None:
     assert sampled() == sampled() and sampled() in [Sample(tokens=(1,)), sampled()]
+
+
+def test_supports_join_turn_by_turn_and_tokens_of_a_tool_have_none() -> None:
+    sample = Sample(tokens=(1, 2, 3))
+    sample.append_response([4, 5], [-1.0, -1.0], support=SamplingSupport.of([[4, 9], [5]]))
+    sample.append_response([6], trainable=False)
+    sample.append_response([7], [-1.0], support=SamplingSupport.of([[8, 7]]))
+    assert sample.support is not None and sample.support.rows() == [[4, 9], [5], [], [8, 7]]
+    for tokens, of in (([7], [[8]]), ([7, 8], [[7]])):
+        with pytest.raises(ValueError, match=r"not among those that could have|support of 1 tokens came with 2"):
+            sample.append_response(tokens, [-1.0] * len(tokens), support=SamplingSupport.of(of))
+    assert len(sample.tokens) == 7
+    before = Sample(tokens=(1,))
+    before.append_response([2], [-1.0])  # from the whole vocabulary
+    before.append_response([3], [-1.0], support=SamplingSupport.of([[3]]))
+    assert before.support is not None and before.support.rows() == [[], [3]]

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vime.types import Group, Metrics, PolicyVersion, RolloutResult, RoutedRows, Sample, TrainBatch, VersionSpan
+from vime.types import (
+    Group,
+    Metrics,
+    PolicyVersion,
+    RolloutResult,
+    RoutedRows,
+    Sample,
+    SamplingSupport,
+    TrainBatch,
+    VersionSpan,
+)
 from vime.wire import BucketMessage
 
 if TYPE_CHECKING:
@@ -30,6 +40,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     max_tokens: int = 16
     min_tokens: int = 0
     n: int = 1
@@ -38,6 +49,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether top-p, top-k or min-p leave only a part of the vocabulary to sample from."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +67,8 @@ class GenerateRequest:
     """Requests of one session go to one engine, so that its prefix cache helps."""
     routed_experts_start: int | None = 0
     """Where engines report the experts they used: the first token whose experts are wanted; None: of no token."""
+    wants_support: bool = True
+    """Where the run's engines report them: the tokens that top-p, top-k or min-p left to sample from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +82,8 @@ class Completion:
     """"stop", "length" or "abort"."""
     weight_versions: tuple[VersionSpan, ...]
     """Spans relative to the first token here."""
+    support: SamplingSupport | None = None
+    """Of each token, what could have been sampled in its place; None: the whole vocabulary, or it was not wanted."""
     routed_experts: RoutedRows | None = None
     """Of the request's tokens and these; None where the engine reports none, or none were wanted."""
 

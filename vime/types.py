@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.batch_columns import *  # noqa: F403 - their names belong to TrainBatch
-from vime.support import SamplingSupport
+from vime.routed import RoutedExperts as RoutedExperts
+from vime.routed import RoutedRows as RoutedRows
+from vime.routed import joined_rows
+from vime.support import SamplingSupport as SamplingSupport
 
 Metrics: TypeAlias = dict[str, float]
 PolicyVersion: TypeAlias = int  # +1 per published weight set; 0 is what the engines were started with
@@ -42,23 +45,11 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutedRows:
-    """Experts as an engine reports them: of the tokens of a request and its answer, from token `start` on.
-
-    The last token of an answer was not fed to the model and has no row.
-    """
-
-    start: int
-    rows: npt.NDArray[Any]
-    """[n, layers, top_k] uint8 or uint16; zeros where a layer has no experts."""
-
-
 _MAX_TOKEN = 2**31 - 1  # columns are int32
 
 # Fields that have one entry per response token, or count them; only `append_response` may change them.
 _ALIGNED = frozenset(
-    {"tokens", "response_length", "loss_mask", "rollout_log_probs", "routed_experts", "weight_versions", "supervised"}
+    "tokens response_length loss_mask rollout_log_probs support routed_experts weight_versions supervised".split()
 )
 
 
@@ -85,7 +76,10 @@ class Sample:
     supervised: bool = False
     """The response is a given answer to imitate (SFT): its trainable tokens were not sampled, so a policy loss is an
     error on this sample."""
-    routed_experts: npt.NDArray[Any] | None = field(default=None, compare=False)  # arrays are neither equal nor not
+    support: SamplingSupport | None = field(default=None, compare=False)  # arrays are neither equal nor not
+    """R entries: the tokens that could have been sampled in the place of each, where top-p, top-k or min-p left a part;
+    None: all of the vocabulary could."""
+    routed_experts: npt.NDArray[Any] | None = field(default=None, compare=False)
     """[n, layers, top_k] uint8 or uint16: the experts that the engine used for each of the first n tokens, when it
     first reported them; read-only. None: of no token are they known."""
     weight_versions: tuple[VersionSpan, ...] = ()
@@ -146,6 +140,8 @@ class Sample:
                 raise ValueError(f"response token {t} of a supervised sample has log-prob {lp}; nobody sampled it")
             if m and not self.supervised and not (math.isfinite(lp) and lp <= 1e-4):
                 raise ValueError(f"response token {t} is trainable but its rollout log-prob is {lp}")
+        if self.support is not None:
+            self.support.check(self.response_tokens, self.loss_mask)
         end = 0
         for span in self.weight_versions:
             if not end <= span.start < span.end <= r:
@@ -184,6 +180,7 @@ class Sample:
         trainable: bool = True,
         supervised: bool = False,
         version: PolicyVersion | Iterable[VersionSpan] | None = None,
+        support: SamplingSupport | None = None,
         routed_experts: RoutedRows | None = None,
     ) -> None:
         """Append response tokens; the one way to lengthen a sample.
@@ -195,10 +192,11 @@ class Sample:
             supervised: the tokens are a given answer to be imitated: no log-probs, and the sample is marked for good;
                 sampled and supervised tokens never share a sample.
             version: the policy version that sampled them, or spans relative to the first new token.
+            support: what could have been sampled in the place of each new token, as a completion has it; None: all.
             routed_experts: of the sample's tokens with the new ones, up to the last but one, as a completion has them.
                 Rows of tokens that have one already are not looked at: it is that of the policy that sampled them.
         Raises: ValueError if a length is off, rows are of other tokens or leave a gap, or a trainable token has no
-            finite log-prob. The sample is then unchanged.
+            finite log-prob or is not in its support. The sample is then unchanged.
         """
         n, r = len(token_ids), self.response_length
         if supervised and (log_probs is not None or not trainable):
@@ -221,32 +219,13 @@ class Sample:
                 *self.weight_versions,
                 *(VersionSpan(s.version, s.start + r, s.end + r) for s in version or ()),
             ),
-            routed_experts=self.routed_experts if routed_experts is None else self._join(routed_experts, n),
+            support=SamplingSupport.joined([(r, self.support), (n, support)]),
+            routed_experts=joined_rows(self.routed_experts, routed_experts, len(self.tokens) + n),
             supervised=self.supervised or supervised,
         )
         for name in _ALIGNED:
             object.__setattr__(self, name, getattr(new, name))
         self.teacher_log_probs = None  # it has not seen the new tokens
-
-    def _join(self, new: RoutedRows, num_tokens: int) -> npt.NDArray[Any]:
-        """The rows known so far and behind them those of the new ones that are of later tokens."""
-        known, total = self.num_routed, len(self.tokens) + num_tokens
-        if new.start + len(new.rows) != total - 1:
-            raise ValueError(
-                f"routed experts end at token {new.start + len(new.rows) - 1}, but the sample will have {total} "
-                f"tokens, with rows up to token {total - 2}; the request was of other tokens, or its answer was cut: "
-                "then cut the rows as well"
-            )
-        if not 0 <= new.start <= known:
-            raise ValueError(f"routed experts begin at token {new.start}, but they are known of the first {known} only")
-        if self.routed_experts is None:
-            return new.rows
-        if new.rows.dtype != self.routed_experts.dtype or new.rows.shape[1:] != self.routed_experts.shape[1:]:
-            raise ValueError(
-                f"routed experts of {new.rows.dtype} {new.rows.shape[1:]} cannot follow {self.routed_experts.dtype} "
-                f"{self.routed_experts.shape[1:]}"
-            )
-        return np.concatenate([self.routed_experts, new.rows[known - new.start :]])
 
     def mask_response(self, start: int = 0, stop: int | None = None) -> None:
         """Take the gradient from response tokens [start, stop): their mask becomes 0; tokens and log-probs stay."""
@@ -277,35 +256,6 @@ class RolloutResult:
 
     groups: list[Group]
     metrics: Metrics = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedExperts:
-    """The experts that the engine routed a batch's tokens to: of each sample, those of its first tokens.
-
-    N rows; L decoder layers of the model, as the engine counts them; k experts that a token goes to.
-    """
-
-    rows: npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
-    """[N, L, k] rows of tokens, sample after sample. Those of a layer without experts are zeros and never read."""
-    known: npt.NDArray[np.int64]
-    """[B] of each sample, how many of its tokens have rows, from the first on. The others are routed freely."""
-
-    def __post_init__(self) -> None:
-        if self.rows.ndim != 3 or self.rows.dtype not in (np.uint8, np.uint16):
-            raise ValueError(
-                f"RoutedExperts.rows has shape {self.rows.shape} and dtype {self.rows.dtype}, expected [tokens, "
-                "layers, top_k] of uint8 or uint16"
-            )
-        if self.known.ndim != 1 or (self.known < 0).any() or self.known.sum() != len(self.rows):
-            raise ValueError(
-                f"RoutedExperts.known counts {self.known.sum()} tokens, but there are {len(self.rows)} rows"
-            )
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """[B + 1] where each sample's rows begin; the last is N."""
-        return np.concatenate([[0], np.cumsum(self.known)]).astype(np.int64)
 
 
 # One optimizer step: [dp_rank][micro_batch] -> sample indices into the batch. Every rank has as many micro-batches.
@@ -369,10 +319,7 @@ class TrainBatch:
             for i in np.flatnonzero(routed.known > self.lengths)[:1]:
                 raise ValueError(f"sample {i} has {self.lengths[i]} tokens, but routed experts of {routed.known[i]}")
         if self.support is not None:
-            if len(self.support.counts) != t:
-                raise ValueError(f"TrainBatch.support is of {len(self.support.counts)} tokens, expected {t}")
-            for k in np.flatnonzero(self.support.lacks(self.tokens) & (self.loss_mask != 0))[:1]:
-                raise ValueError(f"token {k} (id {self.tokens[k]}) is not among those that could have been sampled")
+            self.support.check(self.tokens, self.loss_mask)
         for k, step in enumerate(self.steps):
             counts = {len(rank) for rank in step}
             if len(counts) != 1:

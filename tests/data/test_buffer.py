@@ -23,7 +23,7 @@ from vime.data.records import RowKeys
 from vime.data.sample_json import sample_from_json, sample_to_json
 from vime.errors import DataError, HookError
 from vime.observability.metrics import check_names
-from vime.types import Group, RoutedRows, Sample, SampleStatus, VersionSpan
+from vime.types import Group, RoutedRows, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -252,7 +252,8 @@ def test_put_back_groups_keep_their_generated_tokens_over_a_restart() -> None:
     (group,) = source.get_groups(1)
     num_rows = len(group.samples[0].tokens) + 1
     rows = RoutedRows(0, np.ones((num_rows, 2, 2), np.uint8))
-    group.samples[0].append_response([4, 5], [-0.1, -1e-9], version=3, routed_experts=rows)
+    support = SamplingSupport.of([[7, 4], [5]])
+    group.samples[0].append_response([4, 5], [-0.1, -1e-9], version=3, support=support, routed_experts=rows)
     group.samples[0].append_response([6], trainable=False)
     group.samples[0].status = SampleStatus.ABORTED
     source.put_back([group])
@@ -268,6 +269,7 @@ def test_put_back_groups_keep_their_generated_tokens_over_a_restart() -> None:
     assert sample.routed_experts is not None
     assert sample.routed_experts.dtype == np.uint8
     assert np.array_equal(sample.routed_experts, rows.rows)
+    assert sample.support is not None and sample.support.rows() == [[7, 4], [5], []]
 
 
 def test_every_field_of_a_sample_survives_json() -> None:

@@ -10,13 +10,17 @@ import pytest
 
 from tests.data.groups import finished, pending
 from vime.data.payload import group_from_bytes, group_to_bytes
-from vime.types import Group, RoutedRows, Sample, SampleStatus
+from vime.types import Group, RoutedRows, Sample, SampleStatus, SamplingSupport
 
 
 def test_every_field_of_every_sample_comes_back() -> None:
     sample = Sample(prompt=[{"role": "user", "content": "é"}], tokens=(1, 2), group_id=5, sample_id=8, trajectory_id=9)
     sample.append_response(
-        (3, 4), (-0.1, -1 / 3), version=7, routed_experts=RoutedRows(0, np.ones((3, 2, 1), np.uint8))
+        (3, 4),
+        (-0.1, -1 / 3),
+        version=7,
+        support=SamplingSupport.of([[3, 8], [4]]),
+        routed_experts=RoutedRows(0, np.ones((3, 2, 1), np.uint8)),
     )
     sample.append_response((6,), trainable=False)
     sample.response, sample.reward, sample.label = "text", {"score": 0.5}, {"answer": [1]}
@@ -31,6 +35,8 @@ def test_every_field_of_every_sample_comes_back() -> None:
             a, b = getattr(found, name), getattr(expected, name)
             if name == "routed_experts":
                 assert (a is None) == (b is None) and (a is None or (a.dtype == b.dtype and (a == b).all()))
+            elif name == "support":
+                assert (a and a.rows()) == (b and b.rows())
             elif name == "rollout_log_probs":
                 assert [x for x in a if not math.isnan(x)] == [x for x in b if not math.isnan(x)] and len(a) == len(b)
             else:

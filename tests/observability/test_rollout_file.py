@@ -9,7 +9,7 @@ import pytest
 
 from vime.errors import DataError
 from vime.observability.rollout_file import read_rollout, write_rollout
-from vime.types import Group, RoutedRows, Sample, SampleStatus, VersionSpan
+from vime.types import Group, RoutedRows, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 
 def bits(values):
@@ -24,14 +24,18 @@ def assert_same(got: Sample, want: Sample) -> None:
         elif field.name == "routed_experts" and b is not None:
             assert a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
+        elif field.name == "support" and b is not None:
+            assert a.rows() == b.rows() and a.ids.dtype == b.ids.dtype
         else:
             assert type(a) is type(b) and a == b, field.name
 
 
-def sampled(log_probs, **more):
+def sampled(log_probs, narrow=False, **more):
     s = Sample(tokens=(1, 2), group_id=4, sample_id=8, trajectory_id=7, status=SampleStatus.COMPLETED, **more)
     n = len(log_probs)
-    s.append_response(range(10, 10 + n), log_probs, version=[VersionSpan(3, 0, 1), VersionSpan(4, 1, n)])
+    support = SamplingSupport.of([[10 + i, 3] for i in range(n)]) if narrow else None
+    spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, n)]
+    s.append_response(range(10, 10 + n), log_probs, version=spans, support=support)
     s.append_response((7,), trainable=False)
     return s
 
@@ -45,6 +49,7 @@ def through_a_file(tmp_path, groups):
 def test_every_field_comes_back_exactly(tmp_path, log_probs):
     first = sampled(
         log_probs,
+        narrow=True,
         prompt="1+1=",
         response="2\ud83d",
         label="2",

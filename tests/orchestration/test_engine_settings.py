@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vime.config import Config, DebugConfig, TrainConfig
+from vime.config import Config, DebugConfig, RolloutConfig, TrainConfig
 from vime.engine.vllm.answers import RoutingShape
-from vime.orchestration.engine_settings import engine_environment, routing_shape
+from vime.orchestration.engine_settings import engine_arguments, engine_environment, routing_shape, support_limit
 from vime.platform.cpu import CpuPlatform
 from vime.platform.cuda import CudaPlatform
 
@@ -28,6 +28,7 @@ GLM: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "dtype": "float32",
 }
 
 
@@ -49,6 +50,23 @@ def test_rows_are_of_every_decoder_layer_and_of_no_other() -> None:
 )
 def test_engines_say_nothing_of_experts_where_nobody_asks_them(config: Config) -> None:
     assert routing_shape(config, GLM) is None
+
+
+def test_engines_that_say_what_they_could_sample_may_give_log_probs_enough() -> None:
+    def limits(**rollout: Any) -> tuple[int | None, Any]:
+        config = Config(
+            rollout=RolloutConfig(**rollout), vllm={"max_logprobs": 50} if rollout.get("rollout_top_p") else {}
+        )
+        return support_limit(config, GLM), engine_arguments(config, CpuPlatform(), GLM).get("max_logprobs")
+
+    assert limits() == (None, None)
+    assert limits(rollout_top_k=20) == (36, 36) and limits(rollout_top_k=2) == (18, 20)
+    assert limits(rollout_top_k=20, rollout_top_p=0.9) == (36, 50)  # the user's own, which is more
+    assert limits(rollout_top_k=319) == (320, 320)  # the vocabulary
+    everything = Config(rollout=RolloutConfig(rollout_top_k=20), vllm={"max_logprobs": -1})
+    assert engine_arguments(everything, CpuPlatform(), GLM)["max_logprobs"] == -1
+    evaluation = Config(rollout=RolloutConfig(rollout_top_k=20, num_rollout=0))
+    assert support_limit(evaluation, GLM) is None
 
 
 def test_only_a_cpu_needs_an_interpreter_for_it() -> None:

@@ -24,6 +24,7 @@ _READ = (
     "cluster.rollout_num_gpus_per_engine",
     "data.rollout_seed",
     "rollout.rollout_max_context_len",
+    "rollout.rollout_top_k",
     "log.engine_start_timeout_s",
     "megatron.bf16",
     "train.use_rollout_routing_replay",

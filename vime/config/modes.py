@@ -47,6 +47,17 @@ def engines_return_experts(config: Config) -> bool:
     return config.train.use_rollout_routing_replay and generates(config) and not evaluates_only(config)
 
 
+def samples_narrowly(config: Config) -> bool:
+    """Whether rollouts are drawn from a part of the vocabulary."""
+    rollout = config.rollout
+    return rollout.rollout_top_p < 1.0 or rollout.rollout_top_k > 0 or rollout.rollout_min_p > 0.0
+
+
+def engines_return_support(config: Config) -> bool:
+    """Whether engines are to say what they could have sampled in the place of each token."""
+    return samples_narrowly(config) and generates(config) and not evaluates_only(config)
+
+
 def learns_answers(config: Config) -> bool:
     """Whether the rows' answers are what is learnt, by vime's own rollout function of supervised training."""
     return config.rollout.rollout_function_path == SFT_ROLLOUT

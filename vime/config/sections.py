@@ -150,8 +150,11 @@ class RolloutConfig:
         None, "dotted path of a function (config, rollout_id, groups, metrics); True: no other metrics of evaluation"
     )
     rollout_temperature: float = setting(1.0, "sampling temperature, above 0; log-probs are of the same temperature")
-    rollout_top_p: float = setting(1.0, "nucleus sampling; only 1.0 until engines are asked for the support")
-    rollout_top_k: int = setting(-1, "top-k sampling; only -1 until engines are asked for the support")
+    rollout_top_p: float = setting(1.0, "nucleus sampling, with --rollout-top-k; 1: none")
+    rollout_top_k: int = setting(-1, "sample from the k most likely tokens; -1: from all")
+    rollout_min_p: float = setting(
+        0.0, "leave out what is less likely than so many times the most likely, with --rollout-top-k; 0: nothing"
+    )
     rollout_max_response_len: int = setting(1024, "tokens a response may have")
     rollout_max_context_len: int | None = setting(None, "tokens prompt and response may have together")
     rollout_stop: list[str] = setting([], "strings that end a response")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Config
-from vime.config.modes import evaluates_without_trainer, reads_prompts, trains
+from vime.config.modes import engines_return_support, evaluates_without_trainer, reads_prompts, trains
 from vime.config.parallel import parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
@@ -125,6 +125,24 @@ def validate(config: Config, facts: Facts) -> list[str]:
     return [problem for check in checks for problem in check]
 
 
+def _narrow_sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    p, k, least = rollout.rollout_top_p, rollout.rollout_top_k, rollout.rollout_min_p
+    if not 0 < p <= 1:
+        yield f"--rollout-top-p is {p}, but must be above 0 and at most 1"
+    if k < -1 or k == 0:
+        yield f"--rollout-top-k is {k}, but must be -1 (off) or at least 1"
+    if not 0 <= least < 1:
+        yield f"--rollout-min-p is {least}, but must be from 0 (off) to below 1"
+    if engines_return_support(config) and k == -1:
+        flag = f"--rollout-top-p is {p}" if p < 1 else f"--rollout-min-p is {least}"
+        yield (
+            f"{flag}: the trainer computes over the tokens that it leaves, engines name them in every answer, and "
+            "without --rollout-top-k they could be the whole vocabulary; add --rollout-top-k, such as 50 "
+            "(--eval-top-p is free)"
+        )
+
+
 def refuse_what_the_trainer_cannot_do(
     megatron: Mapping[str, Any], limits: Mapping[str, tuple[Any, str]]
 ) -> Iterator[str]:
@@ -166,11 +184,7 @@ def _sampling(config: Config) -> Iterator[str]:
     rollout, eval_ = config.rollout, config.eval
     if not isinstance(kwargs := config.data.apply_chat_template_kwargs, dict):
         yield f"--apply-chat-template-kwargs is {kwargs!r}, but needs a JSON object"
-    why = "engines do not say which tokens that left to sample from, and over the whole vocabulary ratios are biased"
-    if rollout.rollout_top_p != 1.0:
-        yield f"--rollout-top-p is {rollout.rollout_top_p}: {why}; use 1.0 (--eval-top-p is free)"
-    if rollout.rollout_top_k != -1:
-        yield f"--rollout-top-k is {rollout.rollout_top_k}: {why}; use -1 (--eval-top-k is free)"
+    yield from _narrow_sampling(config)
     if eval_.eval_top_p is not None and not 0 < eval_.eval_top_p <= 1:
         yield f"--eval-top-p is {eval_.eval_top_p}, but must be above 0 and at most 1"
     if eval_.eval_top_k is not None and (eval_.eval_top_k < -1 or eval_.eval_top_k == 0):

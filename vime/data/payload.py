@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.types import Group, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 _SHARED = ("prompt", "label", "metadata")
 _OWN = ("response", "reward", "teacher_log_probs", "remove_sample", "sample_id", "trajectory_id", "trace")
@@ -45,6 +45,9 @@ def group_to_bytes(group: Group) -> bytes:
         if (routed := sample.routed_experts) is not None:
             row["routed"] = [routed.dtype.str, list(routed.shape)]
             numbers.append(np.ascontiguousarray(routed).tobytes())
+        if sample.support is not None:
+            row["support"] = [len(sample.support.starts), len(sample.support.ids)]
+            numbers += [sample.support.starts.tobytes(), sample.support.ids.tobytes()]
         rows.append(row)
     header: dict[str, Any] = {
         "group_id": group.group_id,
@@ -74,6 +77,10 @@ def group_from_bytes(data: bytes) -> Group:
         if "routed" in row:
             kind, shape = np.dtype(row["routed"][0]), row["routed"][1]
             routed = np.frombuffer(take.bytes(kind.itemsize * int(np.prod(shape))), kind).reshape(shape)
+        support = None
+        if "support" in row:
+            starts, ids = (take.bytes(n * size) for n, size in zip(row["support"], (8, 4), strict=True))
+            support = SamplingSupport(np.frombuffer(ids, np.int32), np.frombuffer(starts, np.int64))
         samples.append(
             Sample(
                 **{name: header["shared"][name] if name in header["shared"] else row[name] for name in _SHARED},
@@ -83,6 +90,7 @@ def group_from_bytes(data: bytes) -> Group:
                 loss_mask=tuple(mask),
                 rollout_log_probs=tuple(log_probs),
                 supervised=row["supervised"],
+                support=support,
                 routed_experts=routed,
                 weight_versions=tuple(VersionSpan(*span) for span in row["versions"]),
                 status=SampleStatus(row["status"]),

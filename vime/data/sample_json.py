@@ -10,9 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vime.errors import DataError
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.types import Group, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -34,8 +35,9 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     data["weight_versions"] = [[span.version, span.start, span.end] for span in sample.weight_versions]
     data["status"] = sample.status.value
     if (routed := sample.routed_experts) is not None:
-        raw = base64.b64encode(np.ascontiguousarray(routed).tobytes()).decode()
-        data["routed_experts"] = {"dtype": routed.dtype.str, "shape": list(routed.shape), "base64": raw}
+        data["routed_experts"] = {"dtype": routed.dtype.str, "shape": list(routed.shape), "base64": _packed(routed)}
+    if sample.support is not None:
+        data["support"] = {name: _packed(getattr(sample.support, name)) for name in ("ids", "starts")}
     try:
         json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -49,8 +51,10 @@ def sample_from_json(data: Mapping[str, Any]) -> Sample:
     """The inverse of `sample_to_json`. Raises: KeyError, TypeError, ValueError on a damaged dict."""
     routed = data["routed_experts"]
     if routed is not None:
-        flat = np.frombuffer(base64.b64decode(routed["base64"]), np.dtype(routed["dtype"]))
-        routed = flat.reshape(routed["shape"]).copy()
+        routed = _unpacked(routed["base64"], np.dtype(routed["dtype"])).reshape(routed["shape"])
+    support = data.get("support")  # older states have none
+    if support is not None:
+        support = SamplingSupport(_unpacked(support["ids"], np.int32), _unpacked(support["starts"], np.int64))
     return Sample(
         **{
             **data,
@@ -58,5 +62,14 @@ def sample_from_json(data: Mapping[str, Any]) -> Sample:
             "weight_versions": tuple(VersionSpan(*span) for span in data["weight_versions"]),
             "status": SampleStatus(data["status"]),
             "routed_experts": routed,
+            "support": support,
         }
     )
+
+
+def _packed(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()

@@ -15,10 +15,12 @@ from vime.data.packing import plan_steps, step_ids
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.columns import (
+    check_own_tokens,
     routed_columns,
     routing_metrics,
     sample_columns,
     sample_name,
+    support_columns,
     teacher_column,
     version_column,
 )
@@ -50,6 +52,7 @@ def make_train_batch(
     model: ModelSettings | None = None,
     hooks: BatchHooks | None = None,
     max_response_len: int | None = None,
+    needs_support: bool = False,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
 
@@ -66,6 +69,7 @@ def make_train_batch(
         model: whose FLOPs balance the ranks; None: tokens do.
         hooks: the run's own functions for columns, rewards and reduction.
         max_response_len: tokens a response may have; for --overlong-buffer-len.
+        needs_support: the run samples from a part of the vocabulary.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
         sft_loss the advantages are 0 and a missing reward is NaN. With --kl-coef they are 0 until the trainer, which
@@ -110,6 +114,8 @@ def make_train_batch(
     if train.use_rollout_routing_replay:
         routed = routed_columns(samples, columns["tokens"], lengths)
         metrics |= routing_metrics(routed, lengths)
+    if (support := support_columns(samples, needed=needs_support and is_policy)) is not None:
+        check_own_tokens(samples, columns["tokens"], lengths, "for which engines told what they could have sampled")
     ids = step_ids(steps, len(lengths))
     weights, more = loss_weights(mask, cu_seqlens, trajectory_ids, ids, algo, global_batch_size)
     extra |= more
@@ -133,6 +139,7 @@ def make_train_batch(
         extra=extra,
         is_older=is_policy and are_older(samples, version_after(rollout_id - 1)),
         routed_experts=routed,
+        support=support,
     )
     metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
     return batch, metrics

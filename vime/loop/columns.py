@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vime.config.hooks import UserFunction
 from vime.config.ranges import MAX_REWARD
 from vime.errors import DataError
-from vime.types import Metrics, RoutedExperts, Sample, SampleStatus
+from vime.types import Metrics, RoutedExperts, Sample, SampleStatus, SamplingSupport
 
 PER_SAMPLE: Mapping[str, type[np.generic]] = {
     "lengths": np.int64,
@@ -154,6 +154,26 @@ def _token_columns(
     return tokens, mask, log_probs
 
 
+def support_columns(samples: Sequence[Sample], *, needed: bool) -> SamplingSupport | None:
+    """[T] what could have been sampled in the place of each of the samples' tokens; None: the whole vocabulary.
+
+    Args: needed: the run samples from a part of the vocabulary, so that every trainable token must say from which.
+    Raises: DataError naming the sample with a token that does not.
+    """
+    if needed:
+        for s in samples:
+            known = np.zeros(s.response_length, np.bool_) if s.support is None else s.support.counts > 0
+            if not s.remove_sample and (np.array(s.loss_mask, np.bool_) & ~known).any():
+                raise DataError(
+                    f"{sample_name(s)} has a trainable token that does not say what could have been sampled in its "
+                    "place, and --rollout-top-k leaves a part of the vocabulary; generate functions hand "
+                    "support=answer.support to append_response"
+                )
+    return SamplingSupport.joined(
+        [part for s in samples for part in ((len(s.tokens) - s.response_length, None), (s.response_length, s.support))]
+    )
+
+
 def routed_columns(
     samples: Sequence[Sample], tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]
 ) -> RoutedExperts | None:
@@ -162,12 +182,7 @@ def routed_columns(
     Args: tokens, lengths: [T] and [B] of the batch, which must be those of the samples.
     Raises: DataError if they are not, so that rows would be of other tokens, or if samples' rows differ in shape.
     """
-    own = np.fromiter(chain.from_iterable(s.tokens for s in samples), np.int32)
-    if not np.array_equal([len(s.tokens) for s in samples], lengths) or not np.array_equal(own, tokens):
-        raise DataError(
-            "--custom-convert-samples-to-train-data-path made other tokens than the samples have, whose experts "
-            "--use-rollout-routing-replay replays; leave the tokens as they are, or drop one of the two"
-        )
+    check_own_tokens(samples, tokens, lengths, "whose experts --use-rollout-routing-replay replays")
     rows = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not rows:
         return None
@@ -175,6 +190,18 @@ def routed_columns(
         raise DataError(f"samples have routed experts of several kinds (type, layers, top_k): {sorted(kinds)}")
     known = np.fromiter((s.num_routed for s in samples), np.int64, len(samples))
     return RoutedExperts(np.concatenate(rows), known)
+
+
+def check_own_tokens(
+    samples: Sequence[Sample], tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], why: str
+) -> None:
+    """Args: tokens, lengths: [T] and [B] of a batch. why: they must be the samples' own. Raises: DataError."""
+    own = np.fromiter(chain.from_iterable(s.tokens for s in samples), np.int32)
+    if not np.array_equal([len(s.tokens) for s in samples], lengths) or not np.array_equal(own, tokens):
+        raise DataError(
+            "--custom-convert-samples-to-train-data-path made other tokens than the samples have, "
+            f"{why}; leave the tokens as they are, or drop one of the two"
+        )
 
 
 def routing_metrics(routed: RoutedExperts | None, lengths: npt.NDArray[np.int64]) -> Metrics:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from vime.errors import DataError
-from vime.types import Group, Sample, SampleStatus, VersionSpan
+from vime.types import Group, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 # Fields of a sample with a column type of their own.
 _TYPED = frozenset(
     "prompt response label reward status supervised tokens response_length loss_mask rollout_log_probs "
-    "weight_versions routed_experts group_id sample_id trajectory_id".split()
+    "weight_versions support routed_experts group_id sample_id trajectory_id".split()
 )
 
 _MAX_DEPTH, _MAX_SHOWN = 20, 1000
@@ -30,15 +30,15 @@ def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group], reward_k
     `json` of the row names it); reward (the number; of a dict the entry `reward_key`, null without
     one), rewards (the dict as JSON); status; supervised;
     tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled; float32 if that holds them all
-    exactly, else float64); weight_versions (version, start, end); routed_experts (dtype, shape, bytes); metadata,
-    trace and any further field as JSON. Objects that JSON does not know are written as their repr, and come back as
-    that text.
+    exactly, else float64); weight_versions (version, start, end); support (the ids that could have been sampled in each
+    response token's place, none where all could); routed_experts (dtype, shape, bytes); metadata, trace and any further
+    field as JSON. Objects that JSON does not know are written as their repr, and come back as that text.
     """
     import pyarrow.parquet as pq
 
     samples = [s for g in groups for s in g.samples]
-    # A page of a file has less than 2 GiB, and routed experts take megabytes a sample: few rows at a time.
-    many = any(s.routed_experts is not None for s in samples)
+    # A page of a file has less than 2 GiB, and routed experts and supports take megabytes a sample: few rows at a time.
+    many = any(s.routed_experts is not None or s.support is not None for s in samples)
     sizes = {"row_group_size": 64, "write_batch_size": 8} if many else {}
     pq.write_table(_table(rollout_id, samples, reward_key), path, compression="zstd", **sizes)
 
@@ -95,6 +95,9 @@ def _table(rollout_id: int, samples: Sequence[Sample], reward_key: str | None) -
             "weight_versions": column(
                 pa.list_(span),
                 lambda s: [{"version": v.version, "start": v.start, "end": v.end} for v in s.weight_versions],
+            ),
+            "support": column(
+                pa.list_(pa.list_(pa.int32())), lambda s: None if s.support is None else s.support.rows()
             ),
             "routed_experts": column(experts, _experts),
             **{name: pa.array([_json(getattr(s, name)) for s in samples], pa.string()) for name in _plain_fields()},
@@ -196,6 +199,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         loss_mask=row["loss_mask"],
         rollout_log_probs=row["rollout_log_probs"],
         weight_versions=tuple(VersionSpan(v["version"], v["start"], v["end"]) for v in row["weight_versions"]),
+        support=None if row.get("support") is None else SamplingSupport.of(row["support"]),
         routed_experts=routed,
         group_id=row["group_id"],
         sample_id=row["sample_id"],

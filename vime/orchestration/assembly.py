@@ -214,6 +214,7 @@ def _build_stages(
             global_batch_size=sizes.global_batch_size(config),
             hooks=hooks,
             max_response_len=config.rollout.rollout_max_response_len,
+            needs_support=modes.samples_narrowly(config),
         )
 
     return Stages(

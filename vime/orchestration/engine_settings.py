@@ -7,11 +7,15 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.dtype import run_dtype
-from vime.config.modes import engines_return_experts
+from vime.config.modes import engines_return_experts, engines_return_support
 from vime.engine.vllm.answers import RoutingShape
+from vime.engine.vllm.supports import most_entries
 from vime.models import family_of
 from vime.orchestration import sizes
 from vime.platform.base import Platform
+
+_MAX_LOGPROBS = 20
+"""vLLM's own default."""
 
 
 def engine_arguments(
@@ -22,6 +26,9 @@ def engine_arguments(
     Args: sharing: what follows from sharing devices with the trainer.
     """
     num_devices = config.cluster.rollout_num_gpus_per_engine
+    limit = support_limit(config, hf_config)
+    given = config.vllm.get("max_logprobs")
+    enough = {} if limit is None or given == -1 else {"max_logprobs": max(limit, given or _MAX_LOGPROBS)}
     return {
         **platform.engine_arguments(sizes.max_model_len(config, hf_config), num_devices),
         "dtype": run_dtype(config.megatron, hf_config),
@@ -29,7 +36,18 @@ def engine_arguments(
         "seed": config.data.rollout_seed,
         **(sharing or {}),
         **config.vllm,
+        **enough,
     }
+
+
+def support_limit(config: Config, hf_config: Mapping[str, Any]) -> int | None:
+    """The most log-probs of a position that engines are asked for, so that they say what they could have sampled.
+
+    None where they sample from the whole vocabulary, or nobody trains on it.
+    """
+    if not engines_return_support(config):
+        return None
+    return most_entries(config.rollout.rollout_top_k, family_of(hf_config).settings(hf_config).vocab_size)
 
 
 def routing_shape(config: Config, hf_config: Mapping[str, Any]) -> RoutingShape | None:

@@ -14,7 +14,7 @@ from vime.config import Config
 from vime.engine.vllm.client import RouterClient
 from vime.errors import EngineDead
 from vime.orchestration.cluster import Reservation
-from vime.orchestration.engine_settings import engine_arguments, engine_environment, routing_shape
+from vime.orchestration.engine_settings import engine_arguments, engine_environment
 from vime.orchestration.fleet import Fleet
 from vime.orchestration.placement import Placement
 from vime.orchestration.workers import start_engine_workers, wait_all
@@ -48,7 +48,7 @@ class EngineFleet(Fleet):
         log_dir: Path,
         sharing: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(config, key=key, log_dir=log_dir, routing=routing_shape(config, hf_config))
+        super().__init__(config, key=key, log_dir=log_dir, hf_config=hf_config)
         self._num_devices = sum(map(len, placement.layout.engine_devices))
         self._workers = start_engine_workers(placement, reservation, platform)
         arguments = engine_arguments(config, platform, hf_config, sharing)

@@ -12,7 +12,6 @@ from vime.config.dtype import run_dtype
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.errors import ConfigError, EngineError
 from vime.orchestration import sizes
-from vime.orchestration.engine_settings import routing_shape
 from vime.orchestration.fleet import Fleet
 
 # Entries of config.json that say nothing about what the model computes.
@@ -35,7 +34,7 @@ class ExternalFleet(Fleet):
     """
 
     def __init__(self, config: Config, *, hf_config: Mapping[str, Any], log_dir: Path) -> None:
-        super().__init__(config, key=read_key(config), log_dir=log_dir, routing=routing_shape(config, hf_config))
+        super().__init__(config, key=read_key(config), log_dir=log_dir, hf_config=hf_config)
         self.addresses = tuple(config.cluster.rollout_external_engine_addrs)
         self.engines = [self._engine_at(f"http://{address}") for address in self.addresses]
         self.num_readers = 0
@@ -75,6 +74,11 @@ class ExternalFleet(Fleet):
         ]
         if self._routing is not None and not told.get("routed_experts"):
             problems.append(f"{who} returns no routed experts; give --use-rollout-routing-replay to `vime engine`, too")
+        if self._support_limit is not None and -1 < told["max_logprobs"] < self._support_limit:
+            problems.append(
+                f"{who} gives at most {told['max_logprobs']} log-probs of a position, and {self._support_limit} are "
+                "needed to say what could have been sampled; give --rollout-top-k to `vime engine`, too"
+            )
         if difference := model_difference(told["config"], hf_config):
             problems.append(f"{who} serves another model than --hf-checkpoint: {difference}")
         if told["max_model_len"] < (needed := sizes.max_model_len(self._config, hf_config)):

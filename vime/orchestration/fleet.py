@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from vime.config import Config
-from vime.engine.vllm.answers import RoutingShape
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.observability.engine_stats import EngineStats
 from vime.orchestration import sizes
+from vime.orchestration.engine_settings import routing_shape, support_limit
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +26,12 @@ class Fleet(ABC):
     Args:
         key: the run's key, demanded on every path of engines and router.
         log_dir: one log file per process goes there.
-        routing: of the model, where engines return routed experts.
+        hf_config: config.json of the run's checkpoint.
     """
 
-    def __init__(self, config: Config, *, key: str, log_dir: Path, routing: RoutingShape | None) -> None:
-        self._config, self._key, self._log_dir, self._routing = config, key, log_dir, routing
+    def __init__(self, config: Config, *, key: str, log_dir: Path, hf_config: Mapping[str, Any]) -> None:
+        self._config, self._key, self._log_dir = config, key, log_dir
+        self._routing, self._support_limit = routing_shape(config, hf_config), support_limit(config, hf_config)
         self._router: RouterProcess | None = None
         self.engines: list[VllmEngine] = []
 
@@ -82,4 +85,11 @@ class Fleet(ABC):
         self._router.start()
         self._router.wait_ready()
         connections = self._config.rollout.rollout_concurrency
-        return RouterClient(self._router.url, urls, self._key, max_connections=connections, routing=self._routing)
+        return RouterClient(
+            self._router.url,
+            urls,
+            self._key,
+            max_connections=connections,
+            routing=self._routing,
+            support_limit=self._support_limit,
+        )

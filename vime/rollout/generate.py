@@ -27,6 +27,7 @@ def rollout_sampling(config: Config) -> SamplingParams:
         temperature=rollout.rollout_temperature,
         top_p=rollout.rollout_top_p,
         top_k=rollout.rollout_top_k,
+        min_p=rollout.rollout_min_p,
         max_tokens=rollout.rollout_max_response_len,
         stop=tuple(rollout.rollout_stop),
         stop_token_ids=tuple(rollout.rollout_stop_token_ids),
@@ -160,6 +161,7 @@ def apply_completion(sample: Sample, completion: Completion, tokenizer: Any, *, 
             completion.token_ids,
             completion.log_probs,
             version=completion.weight_versions,
+            support=completion.support,
             routed_experts=completion.routed_experts,
         )
     except ValueError as error:

@@ -67,7 +67,7 @@ class TrackedEngines:
                 request.sampling.n
             )
         if self._table.evaluation:
-            request = replace(request, routed_experts_start=None)
+            request = replace(request, routed_experts_start=None, wants_support=False)
         self._table.add(request.request_id, self._owner)
         try:
             completions = await self._engines.generate(request)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.engine.vllm import short_answers
+from vime.engine.vllm.supports import entries_wanted, read_support
 from vime.engine.vllm.versions import VllmAdapter
 from vime.errors import EngineError
 from vime.models import ModelSettings
@@ -50,17 +51,18 @@ class RoutingShape:
 
 
 def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
-    """vLLM's sampling parameters; log-probs of the sampled tokens always."""
+    """vLLM's sampling parameters; log-probs of the sampled tokens alone."""
     body: dict[str, Any] = {
         "n": sampling.n,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
-        "logprobs": 0,  # the sampled token's alone
+        "logprobs": 0,
         "flat_logprobs": True,  # lists of numbers in the server, which its garbage collector need not walk
         "output_kind": _FINAL_ONLY,
     }
@@ -75,12 +77,17 @@ def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
     return body
 
 
-def request_body(request: GenerateRequest, model: str, routing: RoutingShape | None = None) -> dict[str, Any]:
+def request_body(
+    request: GenerateRequest, model: str, routing: RoutingShape | None = None, support_limit: int | None = None
+) -> dict[str, Any]:
     """The JSON body of POST /inference/v1/generate.
 
-    Args: routing: of the model, where the engines were started to return routed experts.
+    Args:
+        routing: of the model, where the engines were started to return routed experts.
+        support_limit: the most log-probs of a position, where the engines were started to say what they could sample.
+    Raises: EngineError for a request whose support they could not say.
     """
-    sampling = sampling_body(request.sampling)
+    sampling = sampling_body(request.sampling) | {"logprobs": entries_wanted(request, support_limit)}
     if routing is not None:
         # Engines cannot be told to send none; those of the prompt but its last token can be left out.
         last = len(request.token_ids) - 1
@@ -101,6 +108,7 @@ def parse_completions(
     adapter: VllmAdapter,
     version: PolicyVersion | None,
     routing: RoutingShape | None = None,
+    support_limit: int | None = None,
 ) -> list[Completion]:
     """The completions of one answer, in the order of their index.
 
@@ -109,15 +117,16 @@ def parse_completions(
         request: what was asked.
         adapter: of the engine's release.
         version: stamped on all tokens where the engine does not report versions; not looked at otherwise.
-        routing: as for `request_body`.
-    Raises: EngineError if completions, log-probs or versions are missing, the finish reason is unknown, or routed
-        experts are not those of the model and the tokens.
+        routing, support_limit: as for `request_body`.
+    Raises: EngineError if completions, log-probs, supports or versions are missing, the finish reason is unknown, or
+        routed experts are not those of the model and the tokens.
     """
     n = request.sampling.n
     choices = sorted(body.get("choices") or (), key=lambda choice: int(choice["index"]))
     if [choice["index"] for choice in choices] != list(range(n)):
         raise EngineError(f"asked for {n} completions, got those numbered {[c['index'] for c in choices]}")
-    return [_completion(choice, request, adapter, version, routing) for choice in choices]
+    entries = entries_wanted(request, support_limit)
+    return [_completion(choice, request, adapter, version, routing, entries) for choice in choices]
 
 
 def _completion(
@@ -126,6 +135,7 @@ def _completion(
     adapter: VllmAdapter,
     version: PolicyVersion | None,
     routing: RoutingShape | None,
+    entries: int,
 ) -> Completion:
     token_ids = tuple(int(t) for t in choice["token_ids"] or ())
     reason = choice.get("finish_reason")
@@ -136,6 +146,7 @@ def _completion(
         log_probs=_log_probs(choice, token_ids),
         finish_reason=reason,
         weight_versions=_version_spans(choice, len(token_ids), adapter, version),
+        support=read_support((choice.get("logprobs") or {}).get("content") or [], entries),
         routed_experts=_routed_experts(choice, request, len(token_ids), routing),
     )
 

@@ -237,6 +237,7 @@ class RouterClient:
         max_connections: requests in flight at a time.
         request_timeout_s: of one generate request; None waits as long as it takes.
         routing: of the model, where the engines were started to return routed experts.
+        support_limit: the most log-probs of a position, where they were started to say what they could sample.
     """
 
     def __init__(
@@ -249,12 +250,13 @@ class RouterClient:
         max_connections: int = 512,
         request_timeout_s: float | None = None,
         routing: RoutingShape | None = None,
+        support_limit: int | None = None,
     ) -> None:
         self._router_url, self._engine_urls = router_url, tuple(engine_urls)
         self._adapter = adapter or adapter_for()
         self._headers = {"Authorization": f"Bearer {key}"}
         self._max_connections, self._request_timeout_s = max_connections, request_timeout_s
-        self._routing = routing
+        self._routing, self._support_limit = routing, support_limit
         self._version: PolicyVersion | None = None
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.counters: Counter[str] = Counter()
@@ -275,14 +277,15 @@ class RouterClient:
         if request.session_id is not None:
             headers["X-Session-Id"] = request.session_id
         self.counters["requests"] += 1
+        asked = request_body(request, SERVED_MODEL_NAME, self._routing, self._support_limit)
         with self.activity.running():
-            body = await self._post_generate(request_body(request, SERVED_MODEL_NAME, self._routing), headers)
+            body = await self._post_generate(asked, headers)
         if not self._adapter.reports_version_spans and self._version != before:
             raise EngineError(
                 f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "
                 f"vLLM {self._adapter.version} does not say which tokens are of which; let requests end before a sync"
             )
-        return parse_completions(body, request, self._adapter, before, self._routing)
+        return parse_completions(body, request, self._adapter, before, self._routing, self._support_limit)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop these requests on whichever engine runs them. Raises: EngineError if an engine does not answer."""

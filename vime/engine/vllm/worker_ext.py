@@ -253,6 +253,7 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "max_logprobs": int(model.max_logprobs),
             "max_model_len": int(model.max_model_len),
             "shared_memory": shared_memory_id(),
             "routed_experts": bool(switch.enable_return_routed_experts),
