@@ -31,7 +31,11 @@ async def generate(
         )
         (said,) = await config.engines.generate(request)
         sample.append_response(
-            said.token_ids, said.log_probs, version=said.weight_versions, routed_experts=said.routed_experts
+            said.token_ids,
+            said.log_probs,
+            version=said.weight_versions,
+            support=said.support,
+            routed_experts=said.routed_experts,
         )
         sample.response = config.tokenizer.decode(sample.response_tokens)
         if said.finish_reason == "abort":  # the rollout is over; with --partial-rollout it goes on from here later

@@ -1,4 +1,4 @@
-"""Under top-p, top-k and min-p the trainer gives the log-probs that the engine sampled with, over the engine's support."""
+"""Under top-p, top-k and min-p the trainer gives the log-probs that the engine sampled with: over its support."""
 
 from __future__ import annotations
 
