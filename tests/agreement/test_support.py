@@ -92,7 +92,7 @@ def test_the_trainer_computes_over_the_support_that_the_engine_sampled_from(
     batch = one_batch(two_turns(engine, run_key, rollout))
     assert batch.support is not None
     sizes = batch.support.counts[batch.loss_mask == 1]
-    assert len(sizes) == 4 * 24 and 1 <= sizes.min() < sizes.max() <= 4, "what top-p or min-p leaves differs"
+    assert len(sizes) == 4 * 36 and 1 <= sizes.min() < sizes.max() <= 4, "what top-p or min-p leaves differs"
     assert not batch.support.counts[batch.loss_mask == 0].any()
     with megatron(tiny_qwen3, tmp_path / "meet", rollout=rollout) as trainer:
         metrics = trainer.train(batch)
