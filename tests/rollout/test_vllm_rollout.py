@@ -14,7 +14,7 @@ from vime.errors import ConfigError, EngineError, VimeError
 from vime.observability.metrics import check_names
 from vime.protocols import GenerateRequest
 from vime.rewards.pool import GraderPool
-from vime.types import SampleStatus
+from vime.types import Sample, SampleStatus
 
 
 def shuffled_delays(request: GenerateRequest) -> Any:
@@ -82,6 +82,12 @@ def test_seeds_differ_by_group_and_fit_any_reader(tokenizer: Any, pool: GraderPo
     seeds = [request.sampling.seed for request in bench.engines.requests]
     assert len(set(seeds)) == 8
     assert all(seed is not None and 0 <= seed < 2**53 for seed in seeds)
+
+
+def test_nobody_makes_a_text_of_the_samples(tokenizer: Any, pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes as long as a part of their generation; asyncio.run does so with what it returns."""
+    monkeypatch.setattr(Sample, "__repr__", lambda sample: pytest.fail("a text was made of a sample"))
+    assert len(Bench(tokenizer, pool).run(0).groups) == 4
 
 
 def test_requests_have_no_seed_where_engines_are_to_draw_from_one_stream(tokenizer: Any, pool: GraderPool) -> None:
