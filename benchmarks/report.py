@@ -1,14 +1,16 @@
 """What was measured on H200s beside what vime is to reach there.
 
-    python -m benchmarks.report
+    python -m benchmarks.report [--plot report.png]
 
 Prints the newest accepted result of each figure (the last line that fits, in benchmarks/results) with its bar. Exit
-code 0 only if every figure is there and met; the last line names those that are not.
+code 0 only if every figure is there and met; the last line names those that are not. --plot draws how near each is.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 Row = Mapping[str, Any]
 Rows = Callable[..., Row]
-GIB = 1 << 30
+STEPS = 3
+"""Timed, the first ones left out."""
 
 
 class Missing(LookupError):
@@ -38,6 +41,13 @@ class Figure:
     def is_met(self, value: float) -> bool:
         """Whether a value reaches the bar."""
         return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+
+    def reached(self, value: float) -> float:
+        """How much of the bar a value is; 1 and more is met."""
+        if self.most is not None:
+            return self.most / value if value else math.inf
+        assert self.least is not None, "a figure has a bar"
+        return value / self.least
 
     @property
     def bar(self) -> str:
@@ -61,15 +71,15 @@ class Results:
             row: Row = json.loads(line)
             if all(row.get(name) == value for name, value in fields.items()):
                 return row
-        raise Missing(f"{file} has no line with {fields}")
+        raise Missing(f"no line of {file}")
 
     def step(self, layout: str = "colocated", **fields: Any) -> Row:
         """Of step_time.py, of the small model if not said otherwise."""
-        return self.newest("step_time_h200.jsonl", **{"model": "qwen3-0.6b", "layout": layout} | fields)
+        return _enough(self.newest("step_time_h200.jsonl", **{"model": "qwen3-0.6b", "layout": layout} | fields))
 
     def trl(self) -> Row:
         """Of peers/trl_step.py."""
-        return self.newest("step_time_h200.jsonl", peer="trl")
+        return _enough(self.newest("step_time_h200.jsonl", peer="trl"))
 
     def mfu(self, **fields: Any) -> float:
         """In whole steps; of an optimizer step alone where there are none."""
@@ -77,6 +87,13 @@ class Results:
             return float(self.step(**fields)["mfu"])
         except Missing:
             return float(self.newest("train_step_h200.jsonl", **{"model": "qwen3-0.6b"} | fields)["mfu"])
+
+
+def _enough(row: Row) -> Row:
+    """Raises: Missing for a run that was ended before it had made the steps that a median is taken of."""
+    if row["steps"] < STEPS:
+        raise Missing(f"{row['steps']} steps were timed, not {STEPS}")
+    return row
 
 
 def _over_nccl(results: Results) -> float:
@@ -134,9 +151,37 @@ def report(results: Results) -> tuple[str, bool]:
     return "\n".join(lines), not problems
 
 
+def plot(results: Results, path: Path) -> None:
+    """Draw how much of its bar each figure is that was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    reached: dict[str, float] = {}
+    for figure in FIGURES:
+        try:
+            reached[figure.name] = min(figure.reached(figure.value(results)), 3.0)
+        except Missing:
+            reached[f"{figure.name} (not measured)"] = 0.0
+    canvas, axes = pyplot.subplots(figsize=(9, 0.45 * len(reached) + 1), layout="constrained")
+    names = list(reversed(reached))
+    colours = ["tab:green" if reached[name] >= 1 else "tab:red" for name in names]
+    axes.barh(names, [reached[name] for name in names], color=colours)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xlabel("part of the bar that is reached (1: met; cut at 3)")
+    canvas.savefig(path)
+    pyplot.close(canvas)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, help="draw a picture, too")
+    options = parser.parse_args()
     text, whole = report(Results())
     print(text)
+    if options.plot is not None:
+        plot(Results(), options.plot)
     return 0 if whole else 1
 
 

@@ -205,6 +205,7 @@ def whole_steps(options: argparse.Namespace, name: str) -> dict[str, Any]:
             result = {
                 "peer": "trl",
                 "setting": name,
+                "steps": len(steps[kept]),
                 "step_s": statistics.median(steps[kept]) if steps[kept] else None,
                 "step_s_all": steps,
                 "rollout_s": statistics.median(generation[kept]) if generation[kept] else None,

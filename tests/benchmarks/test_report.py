@@ -9,6 +9,7 @@ from benchmarks import report
 STEP = {
     "model": "qwen3-0.6b",
     "layout": "colocated",
+    "steps": 3,
     "step_s": 25.0,
     "of_offline_vllm": 0.95,
     "mfu": 0.46,
@@ -18,9 +19,9 @@ STEP = {
 GOOD: dict[str, list[dict[str, Any]]] = {
     "step_time_h200.jsonl": [
         STEP,
-        {"peer": "trl", "step_s": 50.0, "trainer_adds_bytes": 20},
-        {"model": "qwen3-30b-a3b", "num_layers": 6, "layout": "colocated", "mfu": 0.35},
-        {"model": "qwen3-0.6b", "layout": "ahead", "of_the_longer": 1.05},
+        {"peer": "trl", "steps": 3, "step_s": 50.0, "trainer_adds_bytes": 20},
+        {"model": "qwen3-30b-a3b", "num_layers": 6, "layout": "colocated", "steps": 3, "mfu": 0.35},
+        {"model": "qwen3-0.6b", "layout": "ahead", "steps": 3, "of_the_longer": 1.05},
     ],
     "weight_sync_h200.jsonl": [
         {"model": "qwen3-0.6b", "transport": "ipc", "seconds": 0.2},
@@ -53,6 +54,12 @@ def test_a_newer_line_counts_also_where_an_older_one_was_short(tmp_path: Path) -
     assert told(tmp_path, GOOD | {"step_time_h200.jsonl": rows})[1]
 
 
+def test_a_run_that_was_ended_early_does_not_count(tmp_path: Path) -> None:
+    rows = [*GOOD["step_time_h200.jsonl"], {"peer": "trl", "steps": 2, "step_s": 90.0, "trainer_adds_bytes": 90}]
+    last, whole = told(tmp_path, GOOD | {"step_time_h200.jsonl": rows})
+    assert last.startswith("missing: W1 step, colocated, part of TRL's best; device memory") and not whole
+
+
 def test_a_sync_over_nccl_counts_only_beside_the_bare_broadcast(tmp_path: Path) -> None:
     ipc, nccl = GOOD["weight_sync_h200.jsonl"]
     bare = {name: value for name, value in nccl.items() if name != "broadcast_gb_per_second"}
@@ -64,3 +71,17 @@ def test_an_optimizer_step_alone_tells_the_mfu_where_no_whole_step_does(tmp_path
     rows = [row for row in GOOD["step_time_h200.jsonl"] if row.get("model") != "qwen3-30b-a3b"]
     alone = [{"model": "qwen3-30b-a3b", "num_layers": 6, "mfu": 0.30}]
     assert told(tmp_path, GOOD | {"step_time_h200.jsonl": rows, "train_step_h200.jsonl": alone})[1]
+
+
+def test_the_picture_has_every_figure(tmp_path: Path) -> None:
+    told(tmp_path, GOOD | {"sleep_wake_h200.jsonl": []})
+    report.plot(report.Results(tmp_path), tmp_path / "report.svg")
+    text = (tmp_path / "report.svg").read_text()
+    assert all(f"<!-- {figure.name}" in text for figure in report.FIGURES)
+
+
+def test_a_figure_is_met_where_all_of_its_bar_is_reached() -> None:
+    for figure in report.FIGURES:
+        bar = figure.most if figure.most is not None else figure.least
+        assert bar is not None and figure.is_met(bar) and figure.reached(bar) == 1
+        assert figure.reached(bar * 1.1) > 1 if figure.most is None else figure.reached(bar * 1.1) < 1
