@@ -208,6 +208,19 @@ class Engine(Protocol):
     def health(self) -> bool: ...
 
 
+class Roster(Protocol):
+    """Which of a run's engines are there, where those that fail are started again; engines by their number."""
+
+    def present(self) -> list[int]:
+        """Those that may be called. Raises: what ends the run."""
+
+    def lost(self, number: int, error: BaseException) -> bool:
+        """An engine failed in a call. Returns: whether it is started again for it, and the others are to go on."""
+
+    def wait_whole(self) -> None:
+        """Until all engines that can come back are there. Raises: what ends the run."""
+
+
 class Turns(Protocol):
     """Who has the devices that trainer and engines share; the order is drawn in vime/loop/turns.py."""
 

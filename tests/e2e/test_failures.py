@@ -56,9 +56,17 @@ class Running:
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
             time.sleep(0.2)
 
+    def wait_for_more(self, text: str, count: int) -> None:
+        """Until it was said more than `count` times."""
+        while self.output.count(text) <= count and self.process.poll() is None:
+            self.note_processes()
+            time.sleep(0.2)
+        self._reader.join(60 if self.process.poll() is not None else 0)
+        assert self.output.count(text) > count, f"ended without another {text!r}:\n{self.output}"
+
     def find(self, word: str) -> psutil.Process:
         self.note_processes()
-        found = [p for p, words in self.seen.values() if p.is_running() and word in words]
+        found = [p for p, words in self.seen.values() if _is_alive(p) and word in words]
         assert found, f"no process with {word} on its command line"
         return found[0]
 
@@ -103,7 +111,7 @@ def running(
 
 @PROGRAMS
 def test_a_killed_engine_ends_the_run_with_its_name_and_log(running: Callable[..., Running], program: str) -> None:
-    run = running(program=program)
+    run = running("--no-use-fault-tolerance", program=program)
     run.wait_for("rollout   1/500")
     run.find("vime.engine.vllm.launch").kill()
     assert run.end() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,3 +159,74 @@ def test_a_trainer_without_room_says_so() -> None:
     device.sizes["state"] = 95
     with pytest.raises(TrainingError, match="out of memory"):
         turns.to_training(weights_follow=True)
+
+
+class FakeRoster:
+    """One engine, which is being restarted once it was lost; what it held is free then."""
+
+    def __init__(self, device: Device) -> None:
+        self.is_there, self.device = True, device
+
+    def present(self) -> list[int]:
+        return [0] if self.is_there else []
+
+    def lost(self, number: int, error: BaseException) -> bool:
+        if not isinstance(error, EngineDead):
+            return False
+        self.is_there = False
+        self.device.present -= {"engine weights", "engine kv_cache"}
+        return True
+
+    def wait_whole(self) -> None:
+        raise AssertionError("nobody needs all engines here")
+
+
+@pytest.mark.parametrize("call", ["sleep 2", "wake weights", "wake kv_cache"])
+def test_an_engine_that_dies_asleep_or_on_its_way_is_left_out_until_it_is_back(call: str) -> None:
+    turns, device = make()
+    turns.roster = roster = FakeRoster(device)
+    if call == "sleep 2":
+        turns.to_generation()
+    device.fails[call] = EngineDead("nobody listens there")
+    turns.to_training(weights_follow=True)
+    turns.to_sync()
+    turns.to_generation()
+    assert not roster.is_there
+    device.fails.clear()
+    assert device.present == set(), "the trainer is away"
+    device.calls.clear()
+    roster.is_there = True
+    with turns.generating():
+        turns.to_training(weights_follow=True)
+    assert device.calls == ["sleep 2", "onload weights,state"]
+
+
+def test_a_restart_waits_until_the_trainer_is_away_and_keeps_it_away() -> None:
+    turns, _ = make()
+    order: list[str] = []
+    inside, leave = threading.Event(), threading.Event()
+
+    def restart() -> None:
+        with turns.generating():
+            order.append("restart")
+            inside.set()
+            leave.wait(60)
+            order.append("restarted")
+
+    restarting = threading.Thread(target=restart, daemon=True)
+    restarting.start()
+    turns.to_sync()
+    order.append("sync")
+    turns.to_generation()
+    assert inside.wait(60)
+
+    def train() -> None:
+        turns.to_training(weights_follow=False)
+        order.append("training")
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    leave.set()
+    restarting.join(60)
+    training.join(60)
+    assert order == ["sync", "restart", "restarted", "training"]

@@ -32,7 +32,8 @@ def failing(error: Exception) -> Callable[[], Any]:
 def fleet_of(monkeypatch: pytest.MonkeyPatch, *workers: Worker) -> EngineFleet:
     monkeypatch.setattr(ray, "get", lambda call, timeout=None: call())
     fleet = object.__new__(EngineFleet)
-    fleet.engines, fleet._router, fleet._workers, fleet._log_dir = [], None, list(workers), Path("logs")
+    fleet.engines, fleet._front, fleet._keepers, fleet.roster = [], None, [], None
+    fleet._workers, fleet._log_dir = list(workers), Path("logs")
     return fleet
 
 

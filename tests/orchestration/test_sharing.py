@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class World:
         self.calls: list[str] = []
         self.used = used
         self.engines = [self]
+        self.lock = threading.RLock()
 
     def wait_ready(self, timeout_s: float | None = None) -> str:
         self.calls.append("engines ready" if timeout_s is not None else "trainer ready")

@@ -25,11 +25,14 @@ class FakeEngine:
         self.log, self.name, self.fail_at = log, name, fail_at
         self.log_prob = -1.0
         self.unfit: str | None = None
+        self.error: Exception | None = None
+        self.num_failures = 1_000
 
     def _note(self, step: str) -> None:
         self.log.append(f"{self.name} {step}")
-        if step == self.fail_at:
-            raise WeightSyncError(f"{step} failed on tensor x")
+        if step == self.fail_at and self.num_failures:
+            self.num_failures -= 1
+            raise self.error or WeightSyncError(f"{step} failed on tensor x")
 
     def pause(self, mode: str = "keep") -> None:
         self._note(f"pause {mode}")
@@ -301,3 +304,83 @@ def test_closing_does_not_wait_for_an_engine_that_never_answers() -> None:
     answer.set()
     publishing.join(60)
     assert not publishing.is_alive()
+
+
+class FakeRoster:
+    """Two engines; those in `down` are being restarted."""
+
+    def __init__(self) -> None:
+        self.down: set[int] = set()
+        self.num_waits = 0
+
+    def present(self) -> list[int]:
+        return [number for number in (0, 1) if number not in self.down]
+
+    def lost(self, number: int, error: BaseException) -> bool:
+        if not isinstance(error, EngineDead):
+            return False
+        self.down.add(number)
+        return True
+
+    def wait_whole(self) -> None:
+        self.num_waits += 1
+        self.down.clear()
+
+
+def rostered(transport: str = "shm") -> tuple[WeightSync, list[str], list[FakeEngine], FakeRoster]:
+    sync, log, engines, _ = make(2, interval=1)
+    roster = FakeRoster()
+    sync._transport, sync.roster = transport, roster
+    for engine in engines:
+        engine.error = EngineDead("nobody listens there")
+    return sync, log, engines, roster
+
+
+@pytest.mark.parametrize("step", ["pause keep", "begin 1 shm x,y", "receive 1", "commit 1", "resume", "probe"])
+def test_an_engine_that_dies_in_a_sync_is_left_out_and_the_other_goes_on(step: str) -> None:
+    sync, log, engines, roster = rostered()
+    engines[0].fail_at = step
+    assert sync.publish() == sync.version == 1
+    assert roster.down == {0}
+    assert log.count("e1 receive 1") == log.count("e1 resume") == 1
+    assert "call off" not in log
+    before = len(log)
+    assert sync.publish() == 2
+    assert not any(line.startswith("e0") for line in log[before:]), "nobody calls it until it is back"
+
+
+def test_a_sync_without_engines_counts_and_the_one_that_comes_back_gets_the_weights_and_a_probe() -> None:
+    sync, log, engines, _ = rostered()
+    engines[0].fail_at = engines[1].fail_at = "receive 0"
+    assert sync.publish() == 1
+    assert log[-1] == "call off", "nobody takes what the trainer would send"
+    assert sync.metrics == {}
+    engines[1].fail_at = ""
+    log.clear()
+    sync.join(1, 7)
+    assert [line for line in log if line.startswith("e1")] == [
+        *("e1 pause keep", "e1 begin 7 shm x,y", "e1 receive 0", "e1 receive 1", "e1 commit 7", "e1 resume", "e1 probe")
+    ]
+    assert not any(line.startswith("e0") for line in log)
+    assert sync.version == 1, "of all the others"
+    engines[1].fail_at = "commit 7"
+    with pytest.raises(EngineDead, match="engine 1 failed again"):
+        sync.join(1, 7)
+
+
+def test_a_broadcast_that_an_engine_failed_is_done_again_by_all_once_it_is_back() -> None:
+    sync, log, engines, roster = rostered("gloo")
+    engines[0].fail_at, engines[0].num_failures = "receive 0", 1
+    assert sync.publish() == 1
+    assert roster.num_waits == 2
+    assert log.count("call off") == 1
+    assert log.count("e0 commit 1") == log.count("e1 commit 1") == 1
+    assert log.count("e1 begin 1 gloo x,y") == 2
+
+
+def test_what_is_no_fault_of_the_engine_still_fails_the_sync() -> None:
+    sync, _, engines, roster = rostered()
+    engines[0].fail_at, engines[0].error = "receive 0", WeightSyncError("the checksum differs for x")
+    with pytest.raises(WeightSyncError, match="engine 0: the checksum differs for x"):
+        sync.publish()
+    assert roster.down == set()

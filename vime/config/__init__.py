@@ -8,6 +8,7 @@ from typing import Any
 
 from vime.config.algo_section import AlgoConfig
 from vime.config.critic import CriticConfig
+from vime.config.fault import FaultConfig
 from vime.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -38,6 +39,7 @@ class Config:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     log: LogConfig = field(default_factory=LogConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +59,7 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "EvalConfig",
+    "FaultConfig",
     "LogConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -79,6 +79,9 @@ MINIMA: Mapping[str, float] = {
     "sync.weight_probe_interval": 0,
     "train.stop_window": 1,
     "log.trace_max_mib": 1,
+    "fault.rollout_health_check_first_wait": 0,
+    "fault.rollout_max_restarts": 0,
+    "fault.rollout_restart_backoff_s": 0,
 }
 MAXIMA: Mapping[str, tuple[int, str]] = {
     "data.rollout_seed": (2**32 - 1, "numpy takes no larger seed"),
@@ -107,6 +110,9 @@ ABOVE_ZERO = (
     "sync.weight_probe_tolerance",
     "sync.update_weight_timeout_s",
     "log.engine_start_timeout_s",
+    "fault.rollout_health_check_interval",
+    "fault.rollout_health_check_timeout",
+    "fault.rollout_restart_window_s",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import TypeAlias
 
-from vime.config import Config, CriticConfig, TeacherConfig
+from vime.config import Config, CriticConfig, FaultConfig, TeacherConfig
 from vime.config.estimators import (
     CONSTANT_LENGTH,
     ESTIMATORS,
@@ -40,6 +40,7 @@ _SERVER = tuple(
     f"teacher.opd_teacher_{name}" for name in ("model", "key_file", "timeout_s", "max_retries", "max_connections")
 )
 _CRITIC = tuple(f"critic.{field.name}" for field in fields(CriticConfig))
+_FAULT = tuple(f"fault.{field.name}" for field in fields(FaultConfig))
 # (settings, when nobody reads them, what to do about it)
 _RULES: tuple[Rule, ...] = (
     (
@@ -248,6 +249,8 @@ _RULES: tuple[Rule, ...] = (
         "add --use-wandb",
     ),
     (("log.trace_max_mib",), lambda c: not c.log.trace, "add --trace"),
+    (_FAULT, lambda c: not generates(c), "the run has no engines"),
+    (_FAULT[1:], lambda c: not c.fault.use_fault_tolerance, "drop --no-use-fault-tolerance"),
     (
         ("cluster.rollout_num_gpus", "cluster.rollout_num_gpus_per_engine", "log.engine_start_timeout_s"),
         lambda c: bool(c.cluster.rollout_external_engine_addrs),

@@ -8,11 +8,13 @@
       -> to_generation        the trainer leaves; the engines' KV cache has its place again
     generation
 
-Each side makes room before the other takes it, so that neither ever needs more than the device has.
+Each side makes room before the other takes it, so that neither ever needs more than the device has. An engine that is
+restarted starts while the trainer is away, and nothing moves meanwhile (`generating`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from vime.errors import EngineDead, EngineError
-from vime.protocols import TRAINER_PARTS, DeviceUse, Engine, Trainer, TrainerPart
+from vime.protocols import TRAINER_PARTS, DeviceUse, Engine, Roster, Trainer, TrainerPart
 from vime.types import Metrics
 
 _GIB = 1 << 30
@@ -33,47 +35,70 @@ class DeviceTurns:
     Args:
         trainer_leaves: whether weights, gradients and optimizer state leave the device while engines generate; if not,
             only what torch has cached is given back.
+        lock: held while something moves; re-entrant.
+
+    `roster` may be set to who restarts engines; those that fail here are then left out.
     """
 
-    def __init__(self, trainer: Trainer, engines: Sequence[Engine], *, trainer_leaves: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        engines: Sequence[Engine],
+        *,
+        trainer_leaves: bool,
+        lock: threading.RLock | None = None,
+    ) -> None:
         self._trainer, self._engines, self._trainer_leaves = trainer, tuple(engines), trainer_leaves
         self._pool = ThreadPoolExecutor(max(1, len(self._engines)), thread_name_prefix="turns")
         self._phase: _Phase = "training"
         self._metrics: Metrics = {}
+        self._moved = threading.Condition(lock)
+        self.roster: Roster | None = None
 
     def to_training(self, *, weights_follow: bool) -> None:
         """Engines sleep, the trainer comes back; nothing where it has the devices already.
 
         Args: weights_follow: a weight sync comes before the engines generate again, so theirs need not be kept.
         """
-        if self._phase == "training":
-            return
-        if self._phase == "generation":
-            self._sleep(2 if weights_follow else 1)
-        self._onload(TRAINER_PARTS)
-        self._phase = "training"
-        self._note_memory()
+        with self._moved:
+            if self._phase == "training":
+                return
+            if self._phase == "generation":
+                self._sleep(2 if weights_follow else 1)
+            self._onload(TRAINER_PARTS)
+            self._phase = "training"
+            self._note_memory()
 
     def to_sync(self) -> None:
         """Both sides' weights are on the devices, and nothing else that is large."""
-        self.to_training(weights_follow=True)
-        self._offload(("state",))
-        self._wake("weights")
-        self._phase = "sync"
-        self._note_memory()
+        with self._moved:
+            self.to_training(weights_follow=True)
+            self._offload(("state",))
+            self._wake("weights")
+            self._phase = "sync"
+            self._note_memory()
 
     def to_generation(self) -> None:
         """The engines may generate; after a sync that ended well, or as they went to sleep."""
-        if self._phase == "generation":
-            return
-        if self._phase == "training":
-            self._offload(("state", "weights"))
-            self._wake("weights")
-        else:
-            self._offload(("weights",))
-        self._wake("kv_cache")
-        self._phase = "generation"
-        self._note_memory()
+        with self._moved:
+            if self._phase == "generation":
+                return
+            if self._phase == "training":
+                self._offload(("state", "weights"))
+                self._wake("weights")
+            else:
+                self._offload(("weights",))
+            self._wake("kv_cache")
+            self._phase = "generation"
+            self._note_memory()
+            self._moved.notify_all()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Wait until engines may generate; inside, nobody else moves anything."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._phase == "generation")
+            yield
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -132,9 +157,11 @@ class DeviceTurns:
             self._metrics[f"memory/device_used_in_{self._phase}_bytes"] = float(memory.used)
 
     def _each(self, what: str, call: Callable[[Engine], None]) -> None:
-        """Every engine at once. Raises: EngineError, or EngineDead, with every engine's problem."""
-        futures = [self._pool.submit(call, engine) for engine in self._engines]
-        problems = [(number, error) for number, future in enumerate(futures) if (error := future.exception())]
+        """Every engine that is there, at once. Raises: EngineError, or EngineDead, with every engine's problem."""
+        numbers = range(len(self._engines)) if self.roster is None else self.roster.present()
+        futures = {number: self._pool.submit(call, self._engines[number]) for number in numbers}
+        failed = [(number, error) for number, future in futures.items() if (error := future.exception())]
+        problems = [(n, error) for n, error in failed if self.roster is None or not self.roster.lost(n, error)]
         if problems:
             told = "; ".join(f"engine {number} could not {what}: {error}" for number, error in problems)
             dead = any(isinstance(error, EngineDead) for _, error in problems)

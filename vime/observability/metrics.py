@@ -63,6 +63,8 @@ rollout/num_<what> | count | what the rollout took: `groups`, `samples`, `tokens
 rollout/teacher/{requests,retries} | requests | asked of --opd-teacher-url for the rollout's samples, and those of them that repeated one that failed
 rollout/teacher/seconds | s | until it had scored all of them; part of the rollout's time
 rollout/dynamic_filter/drop_<reason> | groups | groups the dynamic sampling filter dropped, by the reason it gave
+rollout/retries | count | requests to the engines that were sent again since the last rollout, because a connection, an engine or the router failed; evaluation included
+rollout/{engine_restarts,router_restarts} | count | engines that were started again since the last rollout and serve, and routers (docs/failures.md)
 rollout/error_cat/<category> | samples | samples whose generation or reward failed, by category
 data/epoch | epochs | prompts handed out so far, in epochs (docs/data.md says what an epoch of a mixture is)
 data/num_<what> | count | `prompts`: in an epoch; `dropped_prompts`: left out at the start for their length; `buffered_groups`: put back and waiting; `discarded_groups`: thrown away by the buffer filter since the start of the run

@@ -6,8 +6,8 @@ meanwhile, then come the first weight sync and the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from vime.config.hf import load_tokenizer
 from vime.config.parallel import parallel_sizes
 from vime.data.prompts import CheckedRows
 from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.versions import adapter_for
 from vime.errors import EngineError, WeightSyncError
 from vime.loop.batch import make_train_batch
 from vime.loop.batch_hooks import BatchHooks
@@ -32,6 +33,7 @@ from vime.loop.turns import DeviceTurns
 from vime.models import family_of
 from vime.observability.writers import MetricWriter
 from vime.orchestration import resume, sizes
+from vime.orchestration.current_weights import CurrentWeights
 from vime.orchestration.data import build_source, probe_prompts
 from vime.orchestration.fleet import Fleet
 from vime.orchestration.no_engines import NoEngines
@@ -112,7 +114,7 @@ def run_on(
     keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
     stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, started.route, source, turns, stack)
     with _naming_the_dead(fleet):
-        recorder = _recorder(plan, writer, stack, stages.rollout, stages.publisher, trainer)
+        recorder = _recorder(plan, writer, stack, fleet, stages.rollout, stages.publisher, trainer)
         last = _loop(plan, stages, recorder, stop, num_rollout)
     if last < plan.start and config.checkpoint.save_hf is not None:
         if turns is not None:
@@ -134,9 +136,11 @@ def _run_without_trainer(
     """Make rollouts, or evaluate the checkpoint once."""
     config = plan.config
     client = fleet.wait_ready(config.log.engine_start_timeout_s) if fleet is not None else None
+    if fleet is not None and client is not None:
+        fleet.keep_going(client, give_weights=lambda _: None)  # a new server has the checkpoint's
     context = _hook_context(plan, client, tokenizer, stack)
     stage = RolloutStage(context, source, eval_sets, make_meter(config, fleet, client))
-    recorder = _recorder(plan, writer, stack, rollout=stage)
+    recorder = _recorder(plan, writer, stack, fleet, rollout=stage)
     with _naming_the_dead(fleet):
         if modes.evaluates_only(config):
             plan.progress.message(f"evaluating {plan.hf_path} as it is; nothing is trained or saved")
@@ -195,8 +199,10 @@ def _build_stages(
             probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
             on_version=client.note_version,
             turns=turns,
+            lock=trainer.lock,
         )
         stack.callback(sync.close)
+        _keep_going(plan, fleet, client, trainer, sync, turns)
 
     hooks = BatchHooks.load(context)
     model = family_of(plan.hf_config).settings(plan.hf_config)
@@ -225,6 +231,32 @@ def _build_stages(
         checkpoints=keeper,
         turns=turns,
     )
+
+
+def _keep_going(
+    plan: RunPlan,
+    fleet: Fleet,
+    client: RouterClient,
+    trainer: TrainerGroup,
+    sync: WeightSync,
+    turns: DeviceTurns | None,
+) -> None:
+    """Engines and router are restarted from now on, and the engines get the trainer's weights."""
+    weights = CurrentWeights(
+        trainer,
+        sync,
+        start=plan.start,
+        tells_versions=adapter_for().reports_version_spans,
+        num_serving=lambda: len(fleet.roster.serving()) if fleet.roster is not None else 0,
+        on_version=client.note_version,
+    )
+    place: Callable[[], AbstractContextManager[object]] = nullcontext
+    if plan.layout.shared:
+        # vLLM measures its device when it starts: nobody may take or give memory there meanwhile.
+        place = turns.generating if turns is not None else lambda: trainer.lock
+    sync.roster = fleet.keep_going(client, weights.give, place)
+    if turns is not None:
+        turns.roster = sync.roster
 
 
 def _keeper(plan: RunPlan, trainer: TrainerGroup, source: DataSource, stop: StopRule) -> CheckpointKeeper:
@@ -276,6 +308,7 @@ def _recorder(
     plan: RunPlan,
     writer: MetricWriter,
     stack: ExitStack,
+    fleet: Fleet | None,
     rollout: Rollout,
     publisher: Publisher | None = None,
     trainer: TrainerGroup | None = None,
@@ -286,7 +319,11 @@ def _recorder(
         plan.folder,
         plan.start,
         trainer=trainer.take_spans if trainer is not None else None,
-        engines=[part.take_spans for part in (publisher, rollout) if isinstance(part, WeightSync | RolloutStage)],
+        engines=[
+            part.take_spans
+            for part in (publisher, rollout, fleet)
+            if isinstance(part, WeightSync | RolloutStage | Fleet)
+        ],
     )
     if tracer is not None:
         stack.callback(tracer.close)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,17 @@ from vime.errors import EngineDead
 from vime.orchestration.cluster import Reservation
 from vime.orchestration.engine_settings import engine_arguments, engine_environment
 from vime.orchestration.fleet import Fleet
+from vime.orchestration.keeper import Keeper, keep_engine_state
+from vime.orchestration.lives import EngineLife, Front, alive_nodes
 from vime.orchestration.placement import Placement
-from vime.orchestration.workers import start_engine_workers, wait_all
+from vime.orchestration.restarts import RestartBudget, RestartPolicy
+from vime.orchestration.roster import Roster
+from vime.orchestration.workers import start_engine_worker, wait_all
 from vime.platform.base import Platform
 
 _log = logging.getLogger(__name__)
 
+_OUT_OF_MEMORY = "out of memory"  # as torch and CUDA's driver write it
 _ANSWER_S = 60.0  # of an engine's worker, which only looks at or ends a process
 
 
@@ -50,12 +57,16 @@ class EngineFleet(Fleet):
     ) -> None:
         super().__init__(config, key=key, log_dir=log_dir, hf_config=hf_config)
         self._num_devices = sum(map(len, placement.layout.engine_devices))
-        self._workers = start_engine_workers(placement, reservation, platform)
+        self._placement = placement
+        self._make_worker = partial(
+            start_engine_worker, placement=placement, reservation=reservation, platform=platform
+        )
+        self._workers = [self._make_worker(number) for number in range(len(placement.layout.engine_devices))]
         arguments = engine_arguments(config, platform, hf_config, sharing)
         routed_experts = self._routing is not None
         numbers = [[reservation.numbers[device] for device in devices] for devices in placement.layout.engine_devices]
-        self._starts = [
-            w.start.remote(
+        self._start_with = [
+            dict(
                 model=hf_path,
                 arguments=arguments,
                 environment=engine_environment(platform, numbers[i], routed_experts=routed_experts),
@@ -64,8 +75,9 @@ class EngineFleet(Fleet):
                 host=placement.host(devices[0]),
                 routed_experts=routed_experts,
             )
-            for i, (w, devices) in enumerate(zip(self._workers, placement.layout.engine_devices, strict=True))
+            for i, devices in enumerate(placement.layout.engine_devices)
         ]
+        self._starts = [w.start.remote(**how) for w, how in zip(self._workers, self._start_with, strict=True)]
 
     def wait_ready(self, timeout_s: float) -> RouterClient:
         """Block until every engine answers, start the router, and give the client that rollouts use.
@@ -83,9 +95,53 @@ class EngineFleet(Fleet):
         """Devices of all engines."""
         return self._num_devices
 
+    def _engine_keepers(
+        self,
+        roster: Roster,
+        policy: RestartPolicy,
+        front: Front,
+        give_weights: Callable[[int], None],
+        place: Callable[[], AbstractContextManager[object]],
+    ) -> list[Keeper]:
+        keepers = []
+        for number, engine in enumerate(self.engines):
+            node = self._placement.nodes[self._placement.layout.engine_devices[number][0]].node_id
+            life = EngineLife(
+                number,
+                workers=self._workers,
+                make_worker=partial(self._make_worker, number),
+                start_with=self._start_with[number],
+                engine=engine,
+                front=front,
+                node_is_there=lambda node=node: node in alive_nodes(),  # type: ignore[misc]
+                give_weights=partial(give_weights, number),
+                fault=self._config.fault,
+                start_timeout_s=self._config.log.engine_start_timeout_s,
+            )
+            keeper = Keeper(
+                f"engine {number}",
+                life,
+                RestartBudget(policy),
+                on_state=keep_engine_state(roster, number),
+                on_end=roster.fail,
+                place=place,
+            )
+            keepers.append(keeper)
+        return keepers
+
+    def _is_sick(self, number: int, error: BaseException) -> bool:
+        """It is dead, has run out of memory, or says that it is not well; other errors are not of its making."""
+        if not (
+            isinstance(error, EngineDead) or _OUT_OF_MEMORY in str(error).lower() or not self.engines[number].health()
+        ):
+            return False
+        self._keepers[number].condemn(str(error))
+        return True
+
     def dead_engines(self) -> str | None:
         """Those whose process is gone, with their logs."""
-        alive = [_answers_alive(call) for call in [w.is_alive.remote() for w in self._workers]]
+        calls = [worker and worker.is_alive.remote() for worker in self._workers]
+        alive = [call is not None and _answers_alive(call) for call in calls]
         dead = [i for i, up in enumerate(alive) if not up]
         logs = ", ".join(str(self._log_dir / f"engine_{i}.log") for i in dead)
         return f"engine {dead} of {len(alive)} is gone; its last words are in {logs}" if dead else None
@@ -93,7 +149,7 @@ class EngineFleet(Fleet):
     def close(self) -> None:
         """End router and engines. Safe to call at any point, more than once; hides no error that led here."""
         super().close()
-        for number, stopped in enumerate([w.stop.remote() for w in self._workers]):
+        for number, stopped in [(i, w.stop.remote()) for i, w in enumerate(self._workers) if w is not None]:
             try:
                 ray.get(stopped, timeout=_ANSWER_S)
             except RayError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.observability.engine_stats import EngineStats
+from vime.observability.trace import Span
 from vime.orchestration import sizes
 from vime.orchestration.engine_settings import routing_shape, support_limit
+from vime.orchestration.keeper import Keeper, keep_router_state
+from vime.orchestration.lives import Front, RouterLife
+from vime.orchestration.restarts import RestartBudget, RestartPolicy
+from vime.orchestration.roster import Roster
 
 _log = logging.getLogger(__name__)
 
 
 class Fleet(ABC):
-    """All engines of a run. Order of calls: construct, `wait_ready`, use, `close`.
+    """All engines of a run. Order of calls: construct, `wait_ready`, perhaps `keep_going`, use, `close`.
 
     Args:
         key: the run's key, demanded on every path of engines and router.
@@ -32,8 +38,11 @@ class Fleet(ABC):
     def __init__(self, config: Config, *, key: str, log_dir: Path, hf_config: Mapping[str, Any]) -> None:
         self._config, self._key, self._log_dir = config, key, log_dir
         self._routing, self._support_limit = routing_shape(config, hf_config), support_limit(config, hf_config)
-        self._router: RouterProcess | None = None
+        self._front: Front | None = None
+        self._keepers: list[Keeper] = []
         self.engines: list[VllmEngine] = []
+        self.roster: Roster | None = None
+        """Which engines are there, once they are kept going; None where what fails ends the run."""
 
     @property
     @abstractmethod
@@ -60,17 +69,83 @@ class Fleet(ABC):
             _log.warning("no figures of the engines for this rollout: %s", error)
             return None
 
+    def keep_going(
+        self,
+        client: RouterClient,
+        give_weights: Callable[[int], None],
+        place: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Roster | None:
+        """Watch engines and router from now on, and start again what fails; the way to the engines is the client's.
+
+        Args:
+            give_weights: brings the trainer's weights to the engine of this number, verified.
+            place: entered for the time of an engine's restart.
+        Returns: which engines are there; None with --no-use-fault-tolerance.
+        """
+        fault = self._config.fault
+        if not fault.use_fault_tolerance or self._front is None:
+            return None
+        roster = self.roster = Roster(
+            len(self.engines), self._is_sick, lambda number: self._keepers[number].wait_ended()
+        )
+        policy = RestartPolicy.of(fault)
+        router = Keeper(
+            "the router",
+            RouterLife(self._front, fault),
+            RestartBudget(policy),
+            on_state=keep_router_state(roster),
+            on_end=roster.fail,
+        )
+        self._front.on_trouble = router.condemn
+        self._keepers = [*self._engine_keepers(roster, policy, self._front, give_weights, place), router]
+        client.outages = roster
+        self._front.client = client
+        for keeper in self._keepers:
+            keeper.start()
+        return roster
+
+    def _engine_keepers(
+        self,
+        roster: Roster,
+        policy: RestartPolicy,
+        front: Front,
+        give_weights: Callable[[int], None],
+        place: Callable[[], AbstractContextManager[object]],
+    ) -> list[Keeper]:
+        """One for each engine; none where somebody else started them."""
+        return []
+
+    def _is_sick(self, number: int, error: BaseException) -> bool:
+        """Whether an engine that failed in a call is to be restarted; its keeper is told."""
+        return False
+
+    def take_spans(self) -> list[list[Span]]:
+        """The restarts of each engine since the last call, and on the first one's track the router's; for the trace."""
+        if not self._keepers:
+            return []
+        *engines, router = [keeper.spans.take() for keeper in self._keepers]
+        spans = engines or [[] for _ in self.engines]
+        spans[0] += [{**span, "name": "router restart"} for span in router]
+        return spans
+
     def check_alive(self) -> None:
-        """Raises: EngineDead naming the engines that are gone, or the router."""
+        """Raises: EngineDead naming the engines that are gone, or the router; what ended their restarts."""
+        if self.roster is not None:
+            self.roster.check()
+            return  # what is gone right now comes back
         if (dead := self.dead_engines()) is not None:
             raise EngineDead(dead)
-        if self._router is not None and not self._router.is_alive():
+        if self._front is not None and not self._front.router.is_alive():
             raise EngineDead(f"the router is gone; its last words are in {self._log_dir / 'router.log'}")
 
     def close(self) -> None:
         """End what was started here. Safe to call at any point, more than once; hides no error that led here."""
-        if self._router is not None:
-            self._router.stop()
+        for keeper in self._keepers:
+            keeper.dismiss()
+        for keeper in self._keepers:
+            keeper.close()
+        if self._front is not None:
+            self._front.close()
         for engine in self.engines:
             engine.close()
 
@@ -80,16 +155,20 @@ class Fleet(ABC):
     def _serve(self) -> RouterClient:
         """A router in front of the engines, which serve already, and the client for it."""
         urls = [engine.url for engine in self.engines]
-        log_path = self._log_dir / "router.log"
-        self._router = RouterProcess(urls, key=self._key, settings=self._config.router, log_path=log_path)
-        self._router.start()
-        self._router.wait_ready()
+        router = self._make_router(urls)
+        self._front = Front(self._make_router, router, urls)
+        router.start()
+        router.wait_ready()
         connections = self._config.rollout.rollout_concurrency
         return RouterClient(
-            self._router.url,
+            router.url,
             urls,
             self._key,
             max_connections=connections,
             routing=self._routing,
             support_limit=self._support_limit,
         )
+
+    def _make_router(self, urls: Sequence[str]) -> RouterProcess:
+        log_path = self._log_dir / "router.log"
+        return RouterProcess(urls, key=self._key, settings=self._config.router, log_path=log_path)

@@ -58,7 +58,7 @@ class DevicePlan:
             return None
         if not self.sharing.engines_sleep:
             _sleep(engines)
-        return DeviceTurns(trainer, engines, trainer_leaves=sharing.trainer_leaves)
+        return DeviceTurns(trainer, engines, trainer_leaves=sharing.trainer_leaves, lock=trainer.lock)
 
 
 def plan_devices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +17,7 @@ from vime.observability.wandb_writer import WandbWriter, find_run_id
 from vime.observability.writers import JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter
 from vime.orchestration.fleet import Fleet
 from vime.rollout.meter import RolloutMeter
+from vime.types import Metrics
 
 _MIB = 1 << 20
 
@@ -30,7 +32,30 @@ def make_meter(config: Config, fleet: Fleet | None, client: RouterClient | None)
         activity=client.activity,
         num_devices=fleet.num_devices,
         reward_key=config.reward.reward_key,
+        take_counts=_TroubleCounts(fleet, client).take,
     )
+
+
+class _TroubleCounts:
+    """What went wrong with engines, router and requests, and was mended."""
+
+    def __init__(self, fleet: Fleet, client: RouterClient) -> None:
+        self._fleet, self._client = fleet, client
+        self._told: Counter[str] = Counter()
+
+    def take(self) -> Metrics:
+        """Counts since the last call."""
+        restarts = self._fleet.roster.restarts if self._fleet.roster is not None else Counter()
+        now = Counter(
+            {
+                "rollout/retries": self._client.counters["retries"],
+                "rollout/engine_restarts": restarts["engine"],
+                "rollout/router_restarts": restarts["router"],
+            }
+        )
+        metrics = {name: float(count - self._told[name]) for name, count in now.items()}
+        self._told = now
+        return metrics
 
 
 def make_writer(config: Config, folder: RunFolder) -> MetricWriter:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from vime.config import Config
+from vime.config import Config, FaultConfig
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.observability.trace import Span
 from vime.orchestration.cluster import Reservation
@@ -161,7 +162,11 @@ def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError)
 
 
 class TrainerGroup:
-    """All training ranks behind one handle that satisfies `Trainer`. Ranks that died, or wait for one, are killed."""
+    """All training ranks behind one handle that satisfies `Trainer`. Ranks that died, or wait for one, are killed.
+
+    Calls are collective, so that two threads must not make them at once: each holds `lock`, and so does whoever needs
+    the weights to stay as they are over several of them.
+    """
 
     def __init__(
         self,
@@ -176,6 +181,9 @@ class TrainerGroup:
     ) -> None:
         self._setups: list[Any] = []
         self._is_usable = False
+        self.lock = threading.RLock()
+        self.last_trained: int | None = None
+        """The last rollout that the weights were trained on in this run; written under `lock`."""
         self._placement = placement
         self._meeting = tempfile.TemporaryDirectory(prefix="vime-ranks-")
         devices = placement.layout.trainer_devices
@@ -215,7 +223,8 @@ class TrainerGroup:
         self._is_usable = True
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._wait([w.call.remote(method, *args) for w in self._workers])
+        with self.lock:
+            return self._wait([w.call.remote(method, *args) for w in self._workers])
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
         try:
@@ -242,7 +251,9 @@ class TrainerGroup:
 
     def train(self, batch: TrainBatch) -> Metrics:
         """See `Trainer`."""
-        metrics: Metrics = self._all("train", ray.put(batch))[0]
+        with self.lock:
+            metrics: Metrics = self._all("train", ray.put(batch))[0]
+            self.last_trained = batch.rollout_id
         return metrics
 
     def weights(self, version: PolicyVersion) -> Iterator[BucketMessage]:
@@ -342,24 +353,32 @@ class EngineWorker:
         """Whether the server process runs."""
         return bool(self._server.is_alive())
 
-    def stop(self) -> None:
+    def until_failure(self, fault: FaultConfig) -> str:
+        """Block until the server, which was ready, does not serve any more. Returns: why, in words."""
+        words: str = self._server.until_failure(
+            interval_s=fault.rollout_health_check_interval,
+            timeout_s=fault.rollout_health_check_timeout,
+            first_wait_s=fault.rollout_health_check_first_wait,
+        )
+        return words
+
+    def stop(self, grace_s: float = 15.0) -> None:
         """End the server process."""
         if self._server is not None:
-            self._server.stop()
+            self._server.stop(grace_s)
 
 
-def start_engine_workers(placement: Placement, reservation: Reservation, platform: Platform) -> list[Any]:
-    """One `EngineWorker` per engine of the layout, on its first device; the run's reservation holds the others."""
-    return [
+def start_engine_worker(number: int, placement: Placement, reservation: Reservation, platform: Platform) -> Any:
+    """The `EngineWorker` of an engine of the layout, on its first device; the run's reservation holds the others."""
+    return (
         ray.remote(EngineWorker)
         .options(
             **_claim(platform, placement.layout),
-            max_concurrency=2,  # `stop` must not queue behind a `wait_ready` of minutes
-            scheduling_strategy=reservation.strategy(devices[0]),
+            max_concurrency=4,  # `stop` must not queue behind a `wait_ready` of minutes, or `until_failure`
+            scheduling_strategy=reservation.strategy(placement.layout.engine_devices[number][0]),
         )
         .remote()
-        for devices in placement.layout.engine_devices
-    ]
+    )
 
 
 def _claim(platform: Platform, layout: Layout) -> dict[str, float]:

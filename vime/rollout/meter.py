@@ -34,6 +34,7 @@ class RolloutMeter:
         activity: of the client that sends requests.
         num_devices: of all engines.
         reward_key: the entry of a dict reward that is trained on.
+        take_counts: further metrics, of what was counted since the last call.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class RolloutMeter:
         activity: Activity,
         num_devices: int,
         reward_key: str | None,
+        take_counts: Callable[[], Metrics] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read_stats, self._activity, self._num_devices = read_stats, activity, num_devices
         self._reward_key, self._clock = reward_key, clock
-        self._num_requests = num_requests
+        self._num_requests, self._take_counts = num_requests, take_counts
         self._last: tuple[int, Sequence[EngineStats] | None] = (-1, None)  # requests so far, and the reading then
         self._spans: deque[list[Span]] = deque(maxlen=_SPANS_KEPT)
 
@@ -75,6 +77,7 @@ class RolloutMeter:
             num_devices=self._num_devices,
             reward_key=self._reward_key,
         )
+        metrics |= self._take_counts()
         metrics["perf/engine_busy_s"] = busy_s - begin.busy_s
         stats = self._read_stats()
         self._last = (self._num_requests(), stats)

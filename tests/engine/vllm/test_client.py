@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from vime.engine.vllm import client as client_module
-from vime.engine.vllm import watch
+from vime.engine.vllm import retries, watch
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.versions import KNOWN
 from vime.errors import EngineDead, EngineError
@@ -59,7 +58,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(retries, "_FIRST_BACKOFF_S", 0.001)
     for name in ("http_proxy", "ALL_PROXY"):  # nothing here may ask a proxy
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
@@ -119,6 +118,69 @@ def test_retries_end() -> None:
 
     with pytest.raises(EngineError, match="failed 6 times, last with status 503: no worker"):
         run(handler, lambda client: client.generate(REQUEST))
+
+
+class FakeOutages:
+    """A restart that takes until it was asked about so often; or that never succeeds."""
+
+    def __init__(self, num_questions: int, failure: Exception | None = None) -> None:
+        self.num_questions, self.failure = num_questions, failure
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def is_under_way(self) -> bool:
+        self.num_questions -= 1
+        return self.num_questions >= 0
+
+
+def test_a_request_outlives_a_restart_of_any_length_and_goes_to_the_new_router() -> None:
+    answered: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answered.append(request.headers["X-Request-Id"])
+        return web.json_response(ANSWER)
+
+    async def body(client: RouterClient) -> Any:
+        new, client.outages = client._router_url, FakeOutages(20)
+        client.set_addresses("http://127.0.0.1:9", [])
+        generating = asyncio.create_task(client.generate(REQUEST))
+        while client.counters["retries"] < 10:
+            await asyncio.sleep(0)
+        client.set_addresses(new, [new])
+        return await generating, client.counters
+
+    (completion,), counters = run(handler, body)
+    assert completion.token_ids == (5,)
+    assert answered == ["r-1"], "asked once where it is answered, so nothing is doubled"
+    assert counters["retries"] >= 10
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+def test_what_the_router_says_of_an_engine_that_died_is_tried_again_where_engines_are_restarted(status: int) -> None:
+    statuses = [status, 200]
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER, status=statuses.pop(0))
+
+    async def body(client: RouterClient) -> Any:
+        client.outages = FakeOutages(0)
+        return await client.generate(REQUEST)
+
+    assert run(handler, body)[0].token_ids == (5,)
+
+
+def test_a_run_that_cannot_go_on_keeps_no_request_waiting() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503)
+
+    async def body(client: RouterClient) -> Any:
+        client.outages = FakeOutages(10**9, EngineDead("engine 0 failed and is not started again"))
+        return await client.generate(REQUEST)
+
+    with pytest.raises(EngineDead, match="engine 0 failed"):
+        run(handler, body)
 
 
 def test_an_abort_goes_to_every_engine_by_the_id_vllm_knows() -> None:

@@ -18,6 +18,7 @@ import httpx
 
 from vime.engine.vllm.answers import RoutingShape, parse_completions, request_body
 from vime.engine.vllm.engine_stats import parse_engine_stats
+from vime.engine.vllm.retries import Attempts, Outages
 from vime.engine.vllm.server import SERVED_MODEL_NAME
 from vime.engine.vllm.versions import VllmAdapter, adapter_for
 from vime.engine.vllm.watch import watched
@@ -29,9 +30,7 @@ from vime.types import Metrics, PolicyVersion
 from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
-_MAX_ATTEMPTS = 6
 _STATS_TIMEOUT_S = 30.0
-_FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
 
 
 class VllmEngine:
@@ -54,14 +53,18 @@ class VllmEngine:
         timeout_s: float = 120.0,
         weight_timeout_s: float = 900.0,
     ) -> None:
-        self.url = url
-        self.num_probes = 0
+        self.num_probes = self._num_calls = 0
         self._adapter = adapter or adapter_for()
-        self._weight_timeout_s = weight_timeout_s
+        self._key, self._timeout_s, self._weight_timeout_s = key, timeout_s, weight_timeout_s
+        self.move_to(url)
+
+    def move_to(self, url: str) -> None:
+        """Call another server from now on: the engine's next life."""
+        self.url = url
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=timeout_s,
+            headers={"Authorization": f"Bearer {self._key}"},
+            timeout=self._timeout_s,
             trust_env=False,  # a proxy of the environment is for the world outside, and must not see the run's key
             # vLLM's server closes a connection after an error and after 5 idle seconds, which a reused one finds out
             # too late; control calls are few, so each gets its own.
@@ -169,6 +172,17 @@ class VllmEngine:
         except httpx.TransportError:
             return False
 
+    def is_mute(self, timeout_s: float) -> bool:
+        """Whether the engine core and its workers say nothing for so long, though no control call keeps them busy."""
+        calls, body = self._num_calls, {"method": "vime_sync_state", "args": []}
+        try:
+            self._http.post("/collective_rpc", json=body, timeout=timeout_s)
+        except httpx.TimeoutException:
+            return calls % 2 == 0 and self._num_calls == calls
+        except httpx.TransportError:
+            pass  # whoever watches the process notices
+        return False
+
     def identity(self) -> list[dict[str, Any]]:
         """What each of the engine's workers says of model, dtype and machine (`WorkerExtension.vime_identity`)."""
         return self._rpc("vime_identity")
@@ -208,12 +222,15 @@ class VllmEngine:
         return self._call("POST", path, json=body, **options)
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        self._num_calls += 1  # odd while one is under way: an engine is called by one thread at a time
         try:
             response = watched(partial(self._http.request, method, path, **options), self.url)
         except httpx.ConnectError as error:
             raise EngineDead(f"{self.url}{path}: nobody listens there ({error}); the engine's log says why") from error
         except httpx.TransportError as error:
-            raise EngineError(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+            raise EngineDead(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+        finally:
+            self._num_calls += 1
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
         return dict(response.json()) if response.content else {}
@@ -238,6 +255,9 @@ class RouterClient:
         request_timeout_s: of one generate request; None waits as long as it takes.
         routing: of the model, where the engines were started to return routed experts.
         support_limit: the most log-probs of a position, where they were started to say what they could sample.
+
+    `outages` may be set to who restarts engines and router: requests that fail meanwhile are then tried again until
+    that has succeeded, or has been given up.
     """
 
     def __init__(
@@ -261,6 +281,11 @@ class RouterClient:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.counters: Counter[str] = Counter()
         self.activity = Activity()
+        self.outages: Outages | None = None
+
+    def set_addresses(self, router_url: str, engine_urls: Sequence[str]) -> None:
+        """Requests that begin from now on, and aborts, go there: router or engines were restarted."""
+        self._router_url, self._engine_urls = router_url, tuple(engine_urls)
 
     def note_version(self, version: PolicyVersion) -> None:
         """Tell the client which policy version is served now; needed where the engine does not report it (0.26)."""
@@ -272,14 +297,13 @@ class RouterClient:
         Raises: EngineError if the engines refuse the request, stay unreachable over several attempts, or answer with
             something incomplete.
         """
-        before = self._version
         headers = {"X-Request-Id": request.request_id}  # else the router makes one up, and an abort would not find it
         if request.session_id is not None:
             headers["X-Session-Id"] = request.session_id
         self.counters["requests"] += 1
         asked = request_body(request, SERVED_MODEL_NAME, self._routing, self._support_limit)
         with self.activity.running():
-            body = await self._post_generate(asked, headers)
+            body, before = await self._post_generate(asked, headers)
         if not self._adapter.reports_version_spans and self._version != before:
             raise EngineError(
                 f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "
@@ -334,28 +358,26 @@ class RouterClient:
             )
         return self._sessions[loop]
 
-    async def _post_generate(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-        """Retries connection failures and 503 (no healthy engine right now), nothing else."""
-        url = self._router_url + _GENERATE_PATH
-        problem = ""
-        for attempt in range(_MAX_ATTEMPTS):
-            if attempt:
-                self.counters["retries"] += 1
-                await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (attempt - 1))
+    async def _post_generate(
+        self, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> tuple[dict[str, Any], PolicyVersion | None]:
+        """The answer, and the policy version that was served when it was asked for. Retries as retries.py says."""
+        attempts = Attempts(self._router_url + _GENERATE_PATH, self.counters, self.outages)
+        while True:
+            url, before = self._router_url + _GENERATE_PATH, self._version
             try:
                 async with self._session().post(url, json=body, headers=headers) as response:
                     if response.status == 200:
-                        return dict(await response.json())
+                        return dict(await response.json()), before
                     text = _reason(await response.text())
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 self.counters["connection_failures"] += 1
-                problem = f"{type(error).__name__}: {error}"
+                await attempts.failed(f"{type(error).__name__}: {error}")
                 continue
-            if response.status != 503:
+            if not attempts.may_pass(response.status):
                 raise EngineError(f"{url} answered {response.status}: {text}")
             self.counters["unavailable_answers"] += 1
-            problem = f"status 503: {text}"
-        raise EngineError(f"{url} failed {_MAX_ATTEMPTS} times, last with {problem}")
+            await attempts.failed(f"status {response.status}: {text}")
 
 
 def _cancel_all_tasks() -> None:

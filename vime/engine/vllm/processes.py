@@ -98,9 +98,12 @@ def says_address_in_use(path: Path, begin: int) -> bool:
         return b"address already in use" in file.read().lower()
 
 
-def log_errors(path: Path, lines: int) -> str:
-    """The first few distinct exceptions a log reports: the root cause stands long before the end."""
-    found = (match.group(0) for match in _EXCEPTION.finditer(path.read_text(errors="replace")))
+def log_errors(path: Path, lines: int, begin: int = 0) -> str:
+    """The first few distinct exceptions a log reports from byte `begin` on: the root cause stands before the end."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        text = file.read().decode(errors="replace")
+    found = (match.group(0) for match in _EXCEPTION.finditer(text))
     return "\n".join(list(dict.fromkeys(found))[:lines])
 
 

@@ -21,12 +21,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from vime.engine.vllm.health import until_failure
 from vime.engine.vllm.middleware import is_authorized
 from vime.engine.vllm.processes import (
     PORT_TRIES,
@@ -174,6 +175,43 @@ class RouterProcess:
                     pass  # not listening yet
                 time.sleep(0.1)
         raise EngineError(f"the router at {self.url} was not ready after {timeout_s:.0f} s; it last said: {seen}")
+
+    def set_engines(self, engine_urls: Collection[str]) -> None:
+        """Spread requests over these engines from now on, which serve. Raises: EngineError if it does not answer."""
+        try:
+            with local_client(self._key) as http:
+                answer = http.get(f"{self.url}/workers")
+                answer.raise_for_status()
+                known = {worker["url"] for worker in answer.json().get("workers", [])}
+                for path, urls in (
+                    ("remove_worker", known - set(engine_urls)),
+                    ("add_worker", set(engine_urls) - known),
+                ):
+                    for url in sorted(urls):
+                        # It asks an engine that it adds for its health first.
+                        http.post(f"{self.url}/{path}", params={"url": url}, timeout=60.0).raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineError(f"the router at {self.url} did not take the engines: {error}") from error
+        self._settings["worker_urls"] = list(engine_urls)
+
+    def until_failure(self, *, interval_s: float, timeout_s: float) -> str:
+        """Block until the router, which was ready, does not serve any more. Returns: why, in words."""
+        assert self.pid is not None, "not started"
+        return until_failure(
+            pid=self.pid,
+            url=self.url,
+            path="/liveness",
+            key=self._key,
+            has_ended=self._end_in_words,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+        )
+
+    def _end_in_words(self) -> str | None:
+        if self.is_alive():
+            return None
+        code = self._process and self._process.returncode
+        return f"the router ended with exit code {code}; end of {self.log_path}:\n{log_tail(self.log_path, 20)}"
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End the process; harmless when it has ended or never started."""

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from vime.engine.vllm import middleware, triton_interpreter
+from vime.engine.vllm.health import until_failure
 from vime.engine.vllm.launch import SCRATCH
 from vime.engine.vllm.processes import (
     PORT_TRIES,
@@ -244,10 +245,32 @@ class EngineServer:
         """Raises: EngineDead, with the end of the log, if the process ended."""
         if not self.is_alive():
             code = self._process.returncode if self._process else None
+            errors = log_errors(self.log_path, 5, self._log_begin)
             raise EngineDead(
-                f"the vLLM server ended with exit code {code}; it reported:\n{log_errors(self.log_path, 5)}\n"
+                f"the vLLM server ended with exit code {code}; it reported:\n{errors}\n"
                 f"end of {self.log_path}:\n{log_tail(self.log_path, 20)}"
             )
+
+    def until_failure(self, *, interval_s: float, timeout_s: float, first_wait_s: float = 0.0) -> str:
+        """Block until the server, which was ready, does not serve any more; see health.py. Returns: why, in words."""
+        assert self.pid is not None, "not started"
+        return until_failure(
+            pid=self.pid,
+            url=self.url,
+            path="/health",
+            key=self._key,
+            has_ended=self._end_in_words,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            first_wait_s=first_wait_s,
+        )
+
+    def _end_in_words(self) -> str | None:
+        try:
+            self.check_alive()
+        except EngineDead as error:
+            return str(error)
+        return None
 
     def stop(self, grace_s: float = 15.0) -> None:
         """End the server and its children; harmless when it has ended or never started."""

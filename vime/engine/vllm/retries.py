@@ -1,0 +1,56 @@
+"""When a request to the engines that failed is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Protocol
+
+from vime.errors import EngineError
+
+_MAX_ATTEMPTS = 6
+_FIRST_BACKOFF_S = 0.2  # doubled each time: about 6 s over all attempts
+_UNAVAILABLE = 503  # no healthy engine right now
+_LOST = (500, 502, _UNAVAILABLE, 504)  # what an engine that dies says, or the router for it
+
+
+class Outages(Protocol):
+    """What a client asks when a request failed; from its event loop, so that no answer takes long."""
+
+    def check(self) -> None:
+        """Raises: what ends the run, if engines or router cannot be restarted."""
+
+    def is_under_way(self) -> bool:
+        """Whether an engine or the router is being restarted."""
+
+
+class Attempts:
+    """The attempts of one request. Those during a restart do not count.
+
+    Args:
+        url: for the error.
+        counters: its "retries" are counted up.
+        outages: who restarts engines and router; None where nobody does.
+    """
+
+    def __init__(self, url: str, counters: Counter[str], outages: Outages | None) -> None:
+        self._url, self._counters, self._outages = url, counters, outages
+        self._counted = 0
+
+    def may_pass(self, status: int) -> bool:
+        """Whether the same request may be answered otherwise later."""
+        return status == _UNAVAILABLE if self._outages is None else status in _LOST
+
+    async def failed(self, problem: str) -> None:
+        """An attempt failed in a way that may pass; returns when it is time for the next.
+
+        Raises: EngineError if it was the last; what ends the run, if no engine will come back.
+        """
+        if self._outages is not None:
+            self._outages.check()
+        if self._outages is None or not self._outages.is_under_way():
+            self._counted += 1
+        if self._counted == _MAX_ATTEMPTS:
+            raise EngineError(f"{self._url} failed {_MAX_ATTEMPTS} times, last with {problem}")
+        self._counters["retries"] += 1
+        await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** max(self._counted - 1, 0))

@@ -1,0 +1,278 @@
+"""The processes that are kept going, as `Keeper` sees them: an engine in its Ray worker, and the router."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from vime.config import FaultConfig
+from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.router import RouterProcess
+from vime.errors import EngineDead, EngineError
+from vime.orchestration.keeper import NodeLeft
+from vime.orchestration.workers import wait_all
+
+_log = logging.getLogger(__name__)
+
+_SLICE_S = 1.0  # of `failure`
+_GRACE_S = 3.0  # of an engine that failed, from the terminating signal to the killing one
+_END_S = 60.0  # for its worker to say that it has ended it
+_ROUTER_MUTE_S = 30.0  # a router answers in milliseconds
+_ROUTER_READY_S = 120.0
+
+
+class Front:
+    """The router and those who use it: the engines behind it, and the client that is told where it is.
+
+    Args:
+        make: a router for these engines, not started yet.
+        router: the one that serves now.
+        urls: of the engines behind it.
+    """
+
+    def __init__(
+        self, make: Callable[[Sequence[str]], RouterProcess], router: RouterProcess, urls: Sequence[str]
+    ) -> None:
+        self._make, self._router = make, router
+        self._changed = threading.Condition()
+        self._urls = set(urls)
+        self._serves, self._is_closed = True, False
+        self.client: RouterClient | None = None
+        self.on_trouble: Callable[[str], None] = _log.warning
+        """Told when the router, which is alive, does not take an engine."""
+
+    @property
+    def router(self) -> RouterProcess:
+        """The one that serves, or served last."""
+        return self._router
+
+    def add(self, url: str) -> None:
+        """An engine serves."""
+        self._change(self._urls.add, url)
+
+    def remove(self, url: str) -> None:
+        """An engine does not, or not for long."""
+        self._change(self._urls.discard, url)
+
+    def restart(self) -> None:
+        """A new router in front of the engines there are; waits for one. Raises: EngineError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._urls or self._is_closed)
+            if self._is_closed:
+                return
+            router = self._router = self._make(sorted(self._urls))
+        router.start()
+        router.wait_ready(_ROUTER_READY_S)
+        with self._changed:
+            router.set_engines(self._urls)  # what has come and gone meanwhile
+            self._serves = True
+            self._tell()
+
+    def end(self) -> None:
+        """End the router, which failed; until `restart` the engines that come and go are only noted."""
+        with self._changed:
+            self._serves = False
+        self._router.stop(grace_s=1.0)
+
+    def close(self) -> None:
+        """End the router, and whoever waits for one."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._router.stop()
+
+    def _change(self, change: Callable[[str], None], url: str) -> None:
+        with self._changed:
+            change(url)
+            self._changed.notify_all()
+            if not self._serves:
+                return  # the next one begins with the engines there are then
+            self._tell()
+            try:
+                self._router.set_engines(self._urls)
+            except EngineError as error:
+                self.on_trouble(str(error))
+
+    def _tell(self) -> None:
+        if self.client is not None:
+            self.client.set_addresses(self._router.url, sorted(self._urls))
+
+
+class RouterLife:
+    """The router. Satisfies `vime.orchestration.keeper.Life`."""
+
+    def __init__(self, front: Front, fault: FaultConfig) -> None:
+        self._front, self._fault = front, fault
+        self._failures: list[str] = []
+        self._watching: threading.Thread | None = None
+
+    def start(self) -> None:
+        """See `Life`."""
+        self._front.restart()
+
+    def failure(self) -> str | None:
+        """See `Life`."""
+        if self._watching is None:
+            self._failures = []
+            self._watching = threading.Thread(
+                target=self._watch, args=(self._front.router, self._failures), name="router-health", daemon=True
+            )
+            self._watching.start()
+        self._watching.join(_SLICE_S)
+        return self._failures[0] if self._failures else None
+
+    def _watch(self, router: RouterProcess, failures: list[str]) -> None:
+        failures.append(
+            router.until_failure(
+                interval_s=self._fault.rollout_health_check_interval,
+                timeout_s=min(self._fault.rollout_health_check_timeout, _ROUTER_MUTE_S),
+            )
+        )
+
+    def end(self) -> None:
+        """See `Life`."""
+        self._front.end()
+        self._watching = None  # it ends with the process
+
+    def join(self) -> None:
+        """It needs nothing."""
+
+    def enlist(self) -> None:
+        """Its client was told where it is."""
+
+    def delist(self) -> None:
+        """Requests that fail meanwhile are tried again."""
+
+
+class EngineLife:
+    """An engine: its Ray worker, which owns the server, and the handle by which it is called. Satisfies `Life`.
+
+    Args:
+        number: of the engine.
+        workers: the handles of all engines' workers; its own is replaced when the worker has died.
+        make_worker: another one, in the same place.
+        start_with: what its server is started with.
+        engine: the handle; it moves to the address of each new server.
+        front: the router.
+        node_is_there: whether its node is part of the cluster.
+        give_weights: brings the trainer's weights to the engine, verified.
+        start_timeout_s: within which its server must be ready.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        workers: list[Any],
+        make_worker: Callable[[], Any],
+        start_with: dict[str, Any],
+        engine: VllmEngine,
+        front: Front,
+        node_is_there: Callable[[], bool],
+        give_weights: Callable[[], None],
+        fault: FaultConfig,
+        start_timeout_s: float,
+    ) -> None:
+        self._number, self._workers, self._make_worker = number, workers, make_worker
+        self._start_with, self._engine, self._front = start_with, engine, front
+        self._node_is_there, self._give_weights = node_is_there, give_weights
+        self._fault, self._start_timeout_s = fault, start_timeout_s
+        self._watching: Any = None
+        self._next_question = self._question_after_start()
+
+    def start(self) -> None:
+        """See `Life`."""
+        name = f"engine {self._number}"
+        if not self._node_is_there():
+            raise NodeLeft("its node has left the cluster")
+        worker = self._workers[self._number]
+        if worker is None:
+            worker = self._workers[self._number] = self._make_worker()
+        try:
+            wait_all({worker.start.remote(**self._start_with): name}, died=EngineDead)
+            (url,) = wait_all({worker.wait_ready.remote(self._start_timeout_s): name}, died=EngineDead)
+        except EngineDead as error:
+            if not self._node_is_there():
+                raise NodeLeft("its node has left the cluster") from error
+            raise
+        self._engine.move_to(url)
+        self._next_question = self._question_after_start()
+
+    def failure(self) -> str | None:
+        """See `Life`."""
+        if self._watching is None:
+            self._watching = self._workers[self._number].until_failure.remote(self._fault)
+        done, _ = ray.wait([self._watching], timeout=_SLICE_S)
+        if done:
+            self._watching = None
+            try:
+                words: str = ray.get(done[0])
+                return words
+            except RayActorError as error:
+                return f"its worker died ({error})"
+            except RayTaskError as error:
+                return f"it cannot be watched: {error}"
+        if time.monotonic() < self._next_question:
+            return None
+        timeout_s = self._fault.rollout_health_check_timeout
+        is_mute = self._engine.is_mute(timeout_s)
+        self._next_question = time.monotonic() + max(self._fault.rollout_health_check_interval, timeout_s / 4)
+        return (
+            f"its workers have not answered for {timeout_s:g} s (--rollout-health-check-timeout)" if is_mute else None
+        )
+
+    def end(self) -> None:
+        """See `Life`."""
+        worker = self._workers[self._number]
+        self._watching = None  # ends with the process
+        if worker is None:
+            return
+        try:
+            ray.get(worker.stop.remote(_GRACE_S), timeout=_END_S)
+        except (RayActorError, GetTimeoutError):
+            ray.kill(worker)  # its server ends with it
+            self._workers[self._number] = None
+
+    def join(self) -> None:
+        """See `Life`. A server that fails or freezes meanwhile is ended, so that nobody waits for its answers."""
+        worker, has_joined = self._workers[self._number], threading.Event()
+        watching = worker.until_failure.remote(self._fault)
+
+        def end_if_it_fails() -> None:
+            while not has_joined.is_set():
+                if ray.wait([watching], timeout=_SLICE_S)[0]:
+                    self.end()
+                    return
+
+        guard = threading.Thread(target=end_if_it_fails, name=f"engine-{self._number}-join", daemon=True)
+        guard.start()
+        try:
+            self._give_weights()
+        finally:
+            has_joined.set()
+            guard.join()
+        self._watching = watching
+
+    def enlist(self) -> None:
+        """See `Life`."""
+        self._front.add(self._engine.url)
+
+    def delist(self) -> None:
+        """See `Life`."""
+        self._front.remove(self._engine.url)
+
+    def _question_after_start(self) -> float:
+        return (
+            time.monotonic() + self._fault.rollout_health_check_first_wait + self._fault.rollout_health_check_interval
+        )
+
+
+def alive_nodes() -> Collection[str]:
+    """Ids of the nodes of the cluster."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
