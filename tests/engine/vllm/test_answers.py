@@ -73,8 +73,9 @@ def test_completions_come_in_the_order_of_their_index() -> None:
     assert [c.finish_reason for c in parse_completions(body, asked(n=2), NEW, None)] == ["stop", "length"]
 
 
-def test_a_request_aborted_before_its_first_token_is_empty() -> None:
-    empty = choice(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=None)
+@pytest.mark.parametrize("more", [{}, {"log_probs": short_answers.encode(np.zeros(0, np.float32))}])
+def test_a_request_aborted_before_its_first_token_is_empty(more: dict[str, Any]) -> None:
+    empty = choice(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=None, **more)
     (completion,) = parse_completions({"choices": [empty]}, asked(), NEW, None)
     assert completion.token_ids == completion.log_probs == completion.weight_versions == ()
 
