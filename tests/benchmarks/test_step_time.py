@@ -1,5 +1,9 @@
 """What step_time.py says of a run: shares, medians, the run's flags; and who had how much of a device."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +31,25 @@ def step(seconds: float, **more: float) -> dict[str, float]:
 
 
 def qwen() -> Any:
-    import json
-
     config = json.loads(Path(CONFIG).read_text())
     return family_of(config).settings(config)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_small_model_goes_the_whole_way_on_the_cpu(tmp_path: Path) -> None:
+    config = json.loads(Path(CONFIG).read_text())
+    config |= {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ["--prompts", "4", "--samples", "4", "--prompt-len", "16", "--response-len", "24", "--steps", "2"]
+    flags = ["--platform", "cpu", "--layout", "separate", "--work", str(tmp_path / "w"), "--out", str(tmp_path / "o")]
+    command = [sys.executable, "benchmarks/step_time.py", str(tmp_path / "config.json"), *sizes, *flags]
+    subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    result = json.loads((tmp_path / "o").read_text())
+    assert result["rollout_tokens_per_s"] == pytest.approx(4 * 4 * 24 / result["rollout_s"])
+    assert result["steps"] == 1 and not result["ended_early"] and 0 < result["other_share"] < 1
+    assert result["limits"]["tokens_per_s"] > 0 and result["log_prob_abs_diff"] < 0.1
 
 
 def test_shares_of_a_colocated_step() -> None:
