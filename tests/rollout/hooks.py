@@ -55,6 +55,16 @@ async def fails_on_some(config: RolloutContext, sample: Sample, sampling_params:
     return sample
 
 
+async def fails_twice(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """An environment that is down for the first two calls of each sample; a call that fails leaves its traces."""
+    assert not sample.metadata.get("traces") and not sample.response_length
+    config.tokenizer.seen.append(sample.sample_id)
+    if config.tokenizer.seen.count(sample.sample_id) <= 2:
+        sample.metadata["traces"] = True
+        raise ConnectionError("the environment is down")
+    return await two_turns(config, sample, sampling_params)
+
+
 async def leaves_pending(config: RolloutContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Forgets to do anything."""
     return sample

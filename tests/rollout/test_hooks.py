@@ -14,6 +14,7 @@ from vime.errors import DataError, HookError, VimeError
 from vime.loop.replay import ReplaySource
 from vime.protocols import RolloutContext
 from vime.rewards.pool import GraderPool
+from vime.rollout import custom_generate
 from vime.rollout.stage import RolloutStage
 from vime.types import SampleStatus
 
@@ -46,6 +47,22 @@ def test_a_generate_function_that_hangs_fails_its_sample_alone_and_names_the_lin
     assert dict(tokenizer.seen[0])[1] == [SampleStatus.COMPLETED, SampleStatus.FAILED]
     assert "did not end within 0.2 s (--custom-generate-timeout-s); it was in hooks.py, line " in caplog.text
     assert "in hangs_on_some" in caplog.text
+
+
+def test_a_generate_function_whose_environment_is_down_for_a_while_is_called_again_with_the_sample_as_it_was(
+    tokenizer: Any, pool: GraderPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(custom_generate, "_FIRST_WAIT_S", 0.001)
+    path, tokenizer.seen = f"{HOOKS}.fails_twice", []
+    bench = Bench(tokenizer, pool, custom_generate_function_path=path, custom_generate_max_retries=2)
+    result = bench.run()
+    assert ids(result) == [0, 1, 2, 3]
+    assert result.metrics["rollout/num_failed_groups"] == 0
+    assert sorted(tokenizer.seen) == sorted([s.sample_id for s in samples_of(result)] * 3)
+    assert "is generated again in 0.002 s" in caplog.text
+    tokenizer.seen.clear()
+    with pytest.raises(VimeError, match="the environment is down"):
+        Bench(tokenizer, pool, custom_generate_function_path=path, custom_generate_max_retries=1).run()
 
 
 def test_a_sample_names_its_own_generate_function(tokenizer: Any, pool: GraderPool) -> None:

@@ -31,6 +31,7 @@ MINIMA: Mapping[str, float] = {
     "rollout.rollout_max_response_len": 1,
     "rollout.rollout_max_context_len": 2,
     "rollout.rollout_concurrency": 1,
+    "rollout.custom_generate_max_retries": 0,
     "reward.rm_num_workers": 1,
     "reward.rm_memory_limit_bytes": 256 << 20,
     "reward.rm_url_max_retries": 0,

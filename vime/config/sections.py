@@ -125,6 +125,9 @@ class RolloutConfig:
     custom_generate_timeout_s: float | None = setting(
         None, "seconds a custom generate function may take for one sample, which then fails; default: no limit"
     )
+    custom_generate_max_retries: int = setting(
+        0, "further calls of a custom generate function that raised or took too long, each after a longer wait"
+    )
     rollout_sample_hook_path: list[str] = setting(
         [], "dotted paths of functions (config, sample, *, rollout_id, evaluation), on each sample before its reward"
     )

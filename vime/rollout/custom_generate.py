@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vime.config import Config, hook_table
 from vime.config.hooks import UserFunction, raised
-from vime.errors import ConfigError, DataError
+from vime.errors import ConfigError, DataError, HookError
 from vime.observability.trace import add_span
 from vime.protocols import RolloutContext, SamplingParams
 from vime.rollout.generate import is_unfinished, own_copy
@@ -19,6 +19,8 @@ from vime.rollout.requests import RequestTable, TrackedEngines
 from vime.types import Group, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # before a call is made again; doubled each time
 
 KEY = "rollout.custom_generate_function_path"
 PATH_KEY = "generate_function_path"
@@ -75,7 +77,8 @@ async def generate_by_function(
     """Call the function for each of a group's unfinished samples, each in a slot of its own.
 
     A function may return several samples for one: siblings, which keep the episode's group_id and trajectory_id. A call
-    that raises, breaks the contract or takes longer than --custom-generate-timeout-s fails its sample alone. When the
+    that raises or takes longer than --custom-generate-timeout-s is made again, with the sample as it was, up to
+    --custom-generate-max-retries times; then, or when it breaks the contract, it fails its sample alone. When the
     rollout stops, calls that have not begun leave their sample as it is.
 
     Args:
@@ -86,7 +89,10 @@ async def generate_by_function(
     """
     owner = asyncio.current_task()
     assert owner is not None
-    limit = context.config.rollout.custom_generate_timeout_s
+    limit, retries = (
+        context.config.rollout.custom_generate_timeout_s,
+        context.config.rollout.custom_generate_max_retries,
+    )
     options = {"evaluation": evaluation} if function.takes("evaluation") else {}
 
     async def one(index: int, sample: Sample) -> list[Sample]:
@@ -102,16 +108,25 @@ async def generate_by_function(
                 return [sample]
             add_span([sample], "waiting", queued)
             begin = time.time()
-            before = own_copy(sample) if requests.keeps_partial else sample
+            before = own_copy(sample) if requests.keeps_partial or retries else sample
             engines = TrackedEngines(context.engines, requests, owner)
-            result = await function.wait(
-                replace(context, engines=engines),
-                sample,
-                sampling(index, sample),
-                timeout_s=limit,
-                timeout_flag="--custom-generate-timeout-s",
-                **options,
-            )
+            for attempt in range(retries + 1):
+                try:
+                    result = await function.wait(
+                        replace(context, engines=engines),
+                        own_copy(before) if attempt else sample,
+                        sampling(index, before if attempt else sample),
+                        timeout_s=limit,
+                        timeout_flag="--custom-generate-timeout-s",
+                        **options,
+                    )
+                    break
+                except HookError as error:
+                    if attempt == retries or requests.is_stopping:
+                        raise
+                    wait_s = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S)
+                    logger.warning("sample %d is generated again in %g s: %s", ids.sample, wait_s, error)
+                    await asyncio.sleep(wait_s)
         siblings = _siblings(function, ids, result, max_context_len, taken)
         add_span(siblings, "generate", begin)
         return _continuable(function, before, siblings, engines) if requests.keeps_partial else siblings
