@@ -240,7 +240,7 @@ class Group:
 
     group_id: int
     samples: list[Sample]
-    place: tuple[int, int] | None = None
+    place: tuple[int, int] | None = field(default=None, compare=False)
     """(epoch, index): which prompt of the data it is; None where the data source does not say."""
     is_finished: bool = False
     """Handed out with its responses and rewards, of before the run was resumed: it is not generated again."""

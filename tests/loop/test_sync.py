@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class World:
         self.metrics: dict[str, float] = {}
         self.settled: list[tuple[int, dict[str, float]]] = []
         self.finished = False
+        self.learnt: list[tuple[int, list[int]]] = []
 
     def generate(self, rollout_id: int) -> RolloutResult:
         self.calls.append(f"generate {rollout_id} at v{self.version}")
@@ -55,6 +57,9 @@ class World:
 
     def mark_data(self) -> None:
         self.calls.append("mark")
+
+    def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        self.learnt.append((rollout_id, [group.group_id for group in groups]))
 
     def save(self, rollout_id: int) -> None:
         self.calls.append(f"save {rollout_id}")
@@ -280,3 +285,9 @@ def test_a_rollout_is_written_while_the_block_runs_and_is_whole_when_it_ends(tmp
             pass
         with pytest.raises(ValueError, match="the block"), step.rollout_kept_meanwhile(groups):
             raise ValueError("the block's own error is the cause")
+
+
+def test_what_was_trained_on_is_said_before_it_is_saved(tmp_path: Path) -> None:
+    world = World()
+    run(world, tmp_path, Cadence(2, save_interval=1, saves=True), eval_before=False)
+    assert world.learnt == [(0, [0]), (1, [0])]

@@ -291,6 +291,7 @@ def pending_again(group: Group) -> Group:
             )
             for s in group.samples
         ],
+        place=group.place,
     )
 
 

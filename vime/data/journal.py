@@ -37,6 +37,7 @@ from vime.data.journal_life import (
 )
 from vime.data.journal_schema import naming, open_to_read, open_to_write
 from vime.data.payload import group_from_bytes, group_to_bytes
+from vime.errors import DataError
 from vime.types import Group, PolicyVersion
 
 
@@ -76,6 +77,11 @@ class Journal:
         meta = journal.meta()
         journal._event, journal.id = int(meta.get("event", 0)), meta.get("id", "")
         return journal
+
+    def check_file(self) -> None:
+        """Raises: DataError if the file is damaged."""
+        if (said := self.query("PRAGMA quick_check(1)")) != [("ok",)]:
+            raise DataError(f"{self.path}: the journal of the data buffer is damaged: {said[0][0]}")
 
     def close(self) -> None:
         """The file is whole without it; this moves the log into it."""

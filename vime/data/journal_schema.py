@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from vime.errors import DataError
@@ -99,3 +100,29 @@ def naming(path: Path) -> Iterator[None]:
 
 def _is_full(folder: Path) -> bool:
     return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < _FULL_BYTES
+
+
+def copy_journal(path: Path, to: Path) -> None:
+    """Copy a journal, whoever has it open; `to` is whole or not there. Raises: OSError, DataError."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    partial = to.with_name(f".{to.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with naming(partial), closing(open_to_read(path)) as source, closing(sqlite3.connect(partial)) as target:
+            source.backup(target)
+        partial.replace(to)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Give a journal another name, its log included. Args: why: "damaged". Returns: the new path."""
+    for k in itertools.count():
+        aside = path.with_name(f"{why}_{path.name}" if not k else f"{why}_{k}_{path.name}")
+        if not aside.exists():
+            break
+    for end in ("", "-wal", "-shm"):
+        part = path.with_name(path.name + end)
+        if part.exists():
+            part.rename(aside.with_name(aside.name + end))
+    return aside

@@ -16,7 +16,7 @@ from typing import Any
 
 from vime.data.buffer import DataBuffer
 from vime.data.journal import Journal
-from vime.data.sample_json import group_from_json, group_to_json, sample_from_json, sample_to_json
+from vime.data.sample_json import sample_from_json, sample_to_json
 from vime.data.source import take_groups
 from vime.errors import DataError
 from vime.protocols import DataSource, RolloutContext
@@ -66,17 +66,18 @@ class JournaledSource(DataSource):
             if len(groups) < n:
                 groups += take_groups(self.source, n - len(groups))
             self._note_discarded()
-            groups = [self._with_responses(group) for group in groups]
             for group in groups:
                 self._out[group.group_id] = _Out(group)
             self.journal.taken(groups, self._rollout_id)
-            return groups
+            return [self._with_responses(group) for group in groups]
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """See `DataSource`. One that was handed out finished stays so."""
         with self._lock:
             self.source.put_back([group for group in groups if not group.is_finished])
-            self._again.extendleft(reversed([group for group in groups if group.is_finished]))
+            finished = [group.group_id for group in groups if group.is_finished and group.group_id in self._out]
+            self._again.extendleft(self._out[group_id].group() for group_id in reversed(finished))
+            self._kept.update(finished)
             self.journal.put_back(groups)
             self._gone(groups)
 
@@ -116,7 +117,7 @@ class JournaledSource(DataSource):
             inner: Any = self.source.state()
             if not isinstance(inner, dict):
                 return inner  # type: ignore[no-any-return]  # refused by who asks, who names the source
-            out = [*(group_to_json(group) for group in self._again), *(held.to_json() for held in self._out.values())]
+            out = [held.to_json() for held in (*map(_Out, self._again), *self._out.values())]
             return {**inner, KEY: {"id": self.journal.id, "event": self.journal.sync(), "out": out}}
 
     def state_with(self, groups: Sequence[Group]) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class JournaledSource(DataSource):
             self.source.restore({name: value for name, value in state.items() if name != KEY})
             try:
                 saved = mine if mine is not None else {"id": None, "event": 0, "out": []}
-                self._again = deque(_Out.from_json(held) for held in saved["out"])
+                self._again = deque(_Out.from_json(held).group() for held in saved["out"])
                 event = int(saved["event"]) if saved["id"] == self.journal.id else 0
             except (KeyError, TypeError, ValueError) as error:
                 raise DataError(f"the groups under way that were saved are damaged: {error!r}") from error
@@ -218,36 +219,38 @@ class _Out:
         first = group.samples[0]
         self._is_plain = not any(
             sample.status is not SampleStatus.PENDING
-            or sample.tokens is not first.tokens
-            or sample.prompt is not first.prompt
-            or sample.label is not first.label
+            or sample.tokens != first.tokens
+            or sample.prompt != first.prompt
+            or sample.label != first.label
             or sample.metadata != first.metadata
             for sample in group.samples
         )
-        kept = group.samples[:1] if self._is_plain else group.samples
-        self._group = replace(group, samples=[_own(sample) for sample in kept])
+        self._place = group.place
+        self._group_id = group.group_id
+        self._samples = [_own(sample) for sample in (group.samples[:1] if self._is_plain else group.samples)]
         self._ids = [(sample.sample_id, sample.trajectory_id) for sample in group.samples]
+
+    def group(self) -> Group:
+        """The group again."""
+        samples = []
+        for (sample_id, trajectory_id), kept in zip(self._ids, self._samples * len(self._ids), strict=False):
+            sample = _own(kept)
+            sample.sample_id, sample.trajectory_id = sample_id, trajectory_id
+            samples.append(sample)
+        return Group(self._group_id, samples, place=self._place)
 
     def to_json(self) -> dict[str, Any]:
         """For `from_json`. Raises: DataError for what JSON cannot hold."""
-        if not self._is_plain:
-            return group_to_json(self._group)
-        sample = sample_to_json(self._group.samples[0])
-        return {"group_id": self._group.group_id, "place": self._group.place, "sample": sample, "ids": self._ids}
+        samples = [sample_to_json(sample) for sample in self._samples]
+        return {"group_id": self._group_id, "place": self._place, "samples": samples, "ids": self._ids}
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Group:
-        """The group again. Raises: KeyError, TypeError, ValueError on damaged data."""
-        if "sample" not in data:
-            return group_from_json(data)
-        first = sample_from_json(data["sample"])
-        samples = []
-        for sample_id, trajectory_id in data["ids"]:
-            sample = _own(first)
-            sample.sample_id, sample.trajectory_id = sample_id, trajectory_id
-            samples.append(sample)
-        place = data["place"]
-        return Group(data["group_id"], samples, place=None if place is None else (place[0], place[1]))
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> _Out:
+        """The inverse. Raises: KeyError, TypeError, ValueError on damaged data."""
+        place, samples = data["place"], [sample_from_json(sample) for sample in data["samples"]]
+        made = cls(Group(data["group_id"], samples, place=None if place is None else (place[0], place[1])))
+        made._ids = [(sample_id, trajectory_id) for sample_id, trajectory_id in data["ids"]]
+        return made
 
 
 def _own(sample: Any) -> Any:

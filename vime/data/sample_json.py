@@ -18,12 +18,14 @@ from vime.types import Group, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 def group_to_json(group: Group) -> dict[str, Any]:
     """A JSON-ready dict that `group_from_json` turns into an equal group. Raises: DataError."""
-    return {"group_id": group.group_id, "samples": [sample_to_json(sample) for sample in group.samples]}
+    samples = [sample_to_json(sample) for sample in group.samples]
+    return {"group_id": group.group_id, "place": group.place, "samples": samples}
 
 
 def group_from_json(data: Mapping[str, Any]) -> Group:
     """The inverse of `group_to_json`. Raises: KeyError, TypeError, ValueError on a damaged dict."""
-    return Group(data["group_id"], [sample_from_json(sample) for sample in data["samples"]])
+    samples, place = [sample_from_json(sample) for sample in data["samples"]], data.get("place")  # older: none
+    return Group(data["group_id"], samples, place=None if place is None else (place[0], place[1]))
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vime.config.validate_checkpoint import parse_best
+from vime.data.journaled import JournaledSource
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import CheckpointWriting, find_checkpoints, read_metrics, rollout_of, write_metrics
 from vime.loop.source_state import state_of
+from vime.loop.staleness import version_after
 from vime.protocols import DataSource, Trainer
+from vime.types import Group
 
 
 class CheckpointKeeper:
     """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`; at the end `finish`.
 
-    A loop that takes further prompts before a rollout was trained on calls `mark_data` between the two.
+    `trained` comes before `save`. A loop that takes further prompts before a rollout was trained on calls `mark_data`
+    between the two, for sources that have no journal.
 
     As a context manager it finishes after errors that left the trainer able to, too.
 
@@ -31,6 +35,7 @@ class CheckpointKeeper:
         hf_path: where HF exports go, {rollout_id} replaced; None exports none.
         keep_last: newest checkpoints that stay; None keeps all.
         keep_best: "METRIC", "METRIC:max" or "METRIC:min"; the best by it stays, too.
+        journaled: the source, where it has a journal: it knows which groups are out, whenever it is asked.
         in_background: go on with the run while a checkpoint is written; `settle` and the next `save` complete it.
     Raises: DataError if the source's state is nothing that a checkpoint can keep.
     """
@@ -47,8 +52,10 @@ class CheckpointKeeper:
         keep_last: int | None = None,
         keep_best: str | None = None,
         in_background: bool = False,
+        journaled: JournaledSource | None = None,
     ) -> None:
         self._trainer, self._source, self._stop = trainer, source, stop
+        self._journaled = journaled
         self._folder, self._settings, self._hf_path = folder, settings, hf_path
         self._keep_last = keep_last
         self._best = parse_best(keep_best) if keep_best is not None else None
@@ -57,12 +64,19 @@ class CheckpointKeeper:
         self._fresh: Path | None = None  # complete, but its step has not ended
         self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
         self._data: Mapping[str, Any] | None = None  # where it was marked
+        self._written: Mapping[str, Any] = {}  # of the checkpoint being written
         if folder is not None:
             state_of(source)  # what cannot be kept is said now, not after the first step
 
     def mark_data(self) -> None:
         """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
-        self._data = state_of(self._source) if self._folder is not None else None
+        if self._folder is not None and self._journaled is None:
+            self._data = state_of(self._source)
+
+    def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """The trainer has learnt from these groups: the next `save` is of them, too."""
+        if self._journaled is not None:
+            self._journaled.trained(rollout_id, groups)
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint, or begin to; one that is still being written is waited for.
@@ -73,11 +87,12 @@ class CheckpointKeeper:
         self.finish()
         remove_leftovers(self._folder)
         self._metrics = None
+        self._written = state_of(self._source) if self._data is None else self._data
         self._writing = CheckpointWriting(
             self._folder,
             rollout_id,
             self._trainer,
-            state_of(self._source) if self._data is None else self._data,
+            self._written,
             self._stop,
             self._settings,
             in_background=self._in_background,
@@ -116,6 +131,9 @@ class CheckpointKeeper:
                 raise
             if self._fresh is None:
                 return
+            if self._journaled is not None:
+                rollout_id = self._writing.rollout_id
+                self._journaled.saved(rollout_id, version_after(rollout_id), self._written)
             self._writing = None
         if self._fresh is None or self._metrics is None or self._folder is None:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vime.data.journaled import JournaledSource
 from vime.errors import DataError
 from vime.protocols import DataSource
 
@@ -14,7 +15,8 @@ _SHOWN = 80
 def state_of(source: DataSource) -> dict[str, Any]:
     """What `source.state()` gives. Raises: DataError naming the source and the first value that JSON cannot keep."""
     state: Any = source.state()
-    name = f"{type(source).__module__}.{type(source).__qualname__}"
+    of = type(source.source if isinstance(source, JournaledSource) else source)
+    name = f"{of.__module__}.{of.__qualname__}"
     if not isinstance(state, dict):
         raise DataError(f"data source {name}: state() gave {_shown(state)}, but must give a dictionary")
     for problem in _problems(state, "state()"):

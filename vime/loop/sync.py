@@ -6,7 +6,7 @@ the step's (perf/*_time in docs/metrics.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,9 @@ class Checkpoints(Protocol):
 
     def mark_data(self) -> None:
         """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
+
+    def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """The trainer has learnt from these groups: the next `save` is of them, too."""
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint to resume from, or begin to."""
@@ -138,6 +141,7 @@ def train(stages: Stages, step: Step, rollout_id: int, result: RolloutResult, ve
         step.keep_batch(batch)
     with step.rollout_kept_meanwhile(result.groups), step.stage("train"):
         train_metrics = stages.trainer.train(batch)
+        stages.checkpoints.trained(rollout_id, result.groups)
     step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
     step.add(staleness_metrics(result.groups, version_after(rollout_id - 1)))
 

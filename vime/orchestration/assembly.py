@@ -15,6 +15,7 @@ from vime.config import modes
 from vime.config.eval_sets import has_eval_sets
 from vime.config.hf import load_tokenizer
 from vime.config.parallel import parallel_sizes
+from vime.data.journaled import JournaledSource
 from vime.data.prompts import CheckedRows
 from vime.engine.vllm.client import RouterClient
 from vime.engine.vllm.versions import adapter_for
@@ -36,6 +37,7 @@ from vime.orchestration import resume, sizes
 from vime.orchestration.current_weights import CurrentWeights
 from vime.orchestration.data import build_source, probe_prompts
 from vime.orchestration.fleet import Fleet
+from vime.orchestration.journal import journaled_source
 from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.run_plan import RunPlan, Started
 from vime.orchestration.sharing import start_sides
@@ -77,6 +79,8 @@ def run_on(
         tokenizer = load_tokenizer(plan.hf_path)
         goes_on = checkpoint is not None and not config.checkpoint.finetune
         source = build_source(config, rows, tokenizer, checkpoint.data_source if checkpoint and goes_on else None)
+        journaled = journaled_source(plan, source, checkpoint if goes_on else None, stack)
+        source = source if journaled is None else journaled
         eval_sets = load_eval_sets(config, tokenizer) if plan.generates else {}
         num_rollout = sizes.number_of_rollouts(config, source.epoch_size())
     progress.expect(num_rollout)
@@ -102,6 +106,8 @@ def run_on(
     if checkpoint is not None:
         with plan.times.part("resume"):
             progress.message(resume.load(config, checkpoint, trainer, source, stop, changed=changed))
+    if journaled is not None and journaled.resumed is not None:
+        progress.message(f"journal: {journaled.resumed}")
     context = _hook_context(plan, client, tokenizer, stack)
     rollout = replayed or RolloutStage(
         context,
@@ -111,7 +117,7 @@ def run_on(
         call_off=client.call_off if client is not None else None,
         teacher=teacher,
     )
-    keeper = stack.enter_context(_keeper(plan, trainer, source, stop))
+    keeper = stack.enter_context(_keeper(plan, trainer, source, stop, journaled))
     stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, started.route, source, turns, stack)
     with _naming_the_dead(fleet):
         recorder = _recorder(plan, writer, stack, fleet, stages.rollout, stages.publisher, trainer)
@@ -259,7 +265,9 @@ def _keep_going(
         turns.roster = sync.roster
 
 
-def _keeper(plan: RunPlan, trainer: TrainerGroup, source: DataSource, stop: StopRule) -> CheckpointKeeper:
+def _keeper(
+    plan: RunPlan, trainer: TrainerGroup, source: DataSource, stop: StopRule, journaled: JournaledSource | None
+) -> CheckpointKeeper:
     settings = plan.config.checkpoint
     return CheckpointKeeper(
         trainer,
@@ -271,6 +279,7 @@ def _keeper(plan: RunPlan, trainer: TrainerGroup, source: DataSource, stop: Stop
         keep_last=settings.keep_last_checkpoints,
         keep_best=settings.keep_best_checkpoint,
         in_background=settings.async_save,
+        journaled=journaled,
     )
 
 

@@ -9,6 +9,7 @@ from vime.config import Config, modes
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.data.bad_row import BadRow
 from vime.data.buffer import DataBuffer
+from vime.data.journaled import JournaledSource
 from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_prompts
 from vime.data.records import check_named_hook, check_overrides, named_hooks
 from vime.data.source import check_batch_size, make_buffer, make_own_source
@@ -106,6 +107,7 @@ def probe_prompts(source: DataSource, tokenizer: Any, max_model_len: int) -> Seq
 
     Args: max_model_len: tokens of prompt and continuation together.
     """
+    source = source.source if isinstance(source, JournaledSource) else source
     if isinstance(source, DataBuffer) and len(source.prompts):
         return [prompt.tokens for prompt in source.prompts[:_PROBE_PROMPTS]]
     batch = tokenizer(list(_PROBE_TEXTS), add_special_tokens=False)["input_ids"]

@@ -32,11 +32,13 @@ _MAX_DROPPED_FACTOR = 20  # groups dropped by the filter while none was kept, pe
 class Kept:
     """The groups kept so far, and what became of the others.
 
-    Args: target: groups that are wanted; how many may fail or be dropped goes by it.
+    Args:
+        target: groups that are wanted; how many may fail or be dropped goes by it.
+        source: where they are from, which is told what becomes of them.
     """
 
-    def __init__(self, context: RolloutContext, target: int) -> None:
-        self._context = context
+    def __init__(self, context: RolloutContext, target: int, source: DataSource) -> None:
+        self._context, self._source = context, source
         self._target = target
         self._reward_key = context.config.reward.reward_key
         self._filter = hook_table.load(context.config, "rollout.dynamic_sampling_filter_path")
@@ -55,10 +57,12 @@ class Kept:
         if outcome.error is not None:
             self._write_off(outcome)
             return False
+        self._source.finished(outcome.group)
         verdict = self._judge(outcome.group)
         if verdict.keep:
             self.groups.append(outcome.group)
             return True
+        self._source.dropped([outcome.group], f"filter: {verdict.reason or 'no reason given'}")
         self._num_dropped += 1
         self.stats.count(f"rollout/dynamic_filter/drop_{verdict.reason}")
         if self._num_dropped % (4 * self._target) == 0:
@@ -113,6 +117,7 @@ class Kept:
         self.stats.count(f"rollout/error_cat/{outcome.category}", len(failed))
         self._first_failure = self._first_failure or outcome
         self._num_failed += 1
+        self._source.dropped([outcome.group], f"failed: {outcome.category}")
         logger.warning("group %d failed and is replaced: %s", outcome.group.group_id, failed[0].metadata["error"])
         if self._num_failed > max(_FREE_FAILURES, _MAX_FAILED_SHARE * self._target):
             error = self._first_failure.error

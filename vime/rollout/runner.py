@@ -112,11 +112,14 @@ class GroupRunner:
         return len(self._tasks) - len(self._generated)
 
     def start(self, group: Group) -> None:
-        """Begin with a group of pending samples, or go on with one that was put back with its tokens."""
-        for sample in group.samples if self._masks_old else ():
+        """Begin with a group of pending samples, or go on with one that was put back with its tokens.
+
+        One that is finished, by a run that was killed, comes out of `next_outcome` as it is.
+        """
+        for sample in group.samples if self._masks_old and not group.is_finished else ():
             sample.mask_response()  # what an earlier rollout has sampled
         # Users' functions may leave traces in the samples; the group that can be put back must not have them.
-        fresh = _own_copy(group) if self._runs_users_code(group) else group
+        fresh = _own_copy(group) if self._runs_users_code(group) and not group.is_finished else group
         started = _Started(fresh)
         task = asyncio.get_running_loop().create_task(self._run(group, started))
         self._tasks[task] = started
@@ -190,6 +193,8 @@ class GroupRunner:
         self._generated.clear()
 
     def _to_put_back(self, started: _Started) -> Group:
+        if started.fresh.is_finished:
+            return started.fresh
         if not self._keeps_partial:
             return pending_again(started.fresh)
         group = started.generated or started.fresh
@@ -213,6 +218,10 @@ class GroupRunner:
     async def _run(self, group: Group, started: _Started) -> Outcome:
         task = asyncio.current_task()
         assert task is not None
+        if group.is_finished:
+            self._generated.add(task)
+            self._on_generated()
+            return Outcome(group)
         try:
             async with self._gate.passing():
                 outcome = await self._generate(group, task)

@@ -50,6 +50,9 @@ class RolloutStats:
 
     def start(self, group: Group) -> None:
         """A group begins; with tokens, it is gone on with."""
+        if group.is_finished:
+            self._counts["rollout/num_reused_groups"] += 1
+            return
         self._begun[group.group_id] = sum(sample.response_length for sample in group.samples)
         self._counts["rollout/num_continued_groups"] += self._begun[group.group_id] > 0
 

@@ -97,7 +97,7 @@ class RolloutStream:
         self._gate, self._changed = Gate(), Pulse()
         self._gauges = StreamGauges()
         self._finished: deque[_Finished] = deque()
-        self._kept = Kept(self._context, limits.batch)
+        self._kept = Kept(self._context, limits.batch, source)
         self._runner: GroupRunner | None = None
         self._work: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -222,9 +222,6 @@ class RolloutStream:
         """A group that has ended waits for the trainer, or is written off. Raises: as `Kept.add` and `_checked`."""
         if self._kept.add(outcome):
             self._finished.append(self._checked(outcome))
-            self._source.finished(outcome.group)
-        else:
-            self._source.dropped([outcome.group], "failed" if outcome.error is not None else "filtered")
 
     def _room(self, runner: GroupRunner) -> int:
         """Groups that may be begun now, by the bounds; none where the run needs no more.
@@ -280,7 +277,7 @@ class RolloutStream:
         self._needed -= batch
         self._next_version += 1
         runner.rollout_id = rollout_id + 1
-        kept, self._kept = self._kept, Kept(self._context, batch)
+        kept, self._kept = self._kept, Kept(self._context, batch, self._source)
         metrics = self._gauges.metrics() | self._stale.take_metrics()
         metrics["stream/continued_samples"] = float(self._engines.take_num_continued())
         self._note()

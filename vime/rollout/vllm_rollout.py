@@ -85,7 +85,7 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         generate_path=config.rollout.custom_generate_function_path,
         rollout_id=rollout_id,
     )
-    kept = Kept(context, target)
+    kept = Kept(context, target, source)
     try:
         while len(kept.groups) < target:
             missing = target - len(kept.groups) - runner.num_outstanding
