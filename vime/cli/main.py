@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": ("vime.cli.convert", "make a training checkpoint of an HF one, or an HF one of a training checkpoint"),
     "mismatch": ("vime.cli.mismatch", "find out what log-probs of engine, trainer and HF differ by, and from what"),
     "engine": ("vime.cli.engine", "serve a checkpoint for runs that use it by address"),
+    "buffer": ("vime.cli.buffer", "say what became of every prompt of a run, and check that none is lost or doubled"),
     "doctor": ("vime.cli.doctor", "say what this machine lacks, and how to get it"),
 }
 

@@ -109,6 +109,7 @@ class Journal:
                     self._execute(
                         "UPDATE lives SET stage = 'taken', reason = NULL, rollout_id = ?, num_taken = num_taken + 1, "
                         "epoch = coalesce(epoch, ?), idx = coalesce(idx, ?), taken_s = ?, ended_s = NULL, changed = ?, "
+                        "generated_s = NULL, finished_s = NULL, "
                         "born = CASE stage WHEN 'undone' THEN ? ELSE born END WHERE group_id = ?",
                         (rollout_id, epoch, index, now, event, event, group.group_id),
                     )
