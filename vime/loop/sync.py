@@ -141,7 +141,7 @@ def train(stages: Stages, step: Step, rollout_id: int, result: RolloutResult, ve
         step.keep_batch(batch)
     with step.rollout_kept_meanwhile(result.groups), step.stage("train"):
         train_metrics = stages.trainer.train(batch)
-        stages.checkpoints.trained(rollout_id, result.groups)
+    stages.checkpoints.trained(rollout_id, result.groups)
     step.add(result.metrics | batch_metrics | train_metrics | {"train/policy_version": float(version)})
     step.add(staleness_metrics(result.groups, version_after(rollout_id - 1)))
 
