@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,36 @@ def test_a_call_that_fails_leaves_nothing_half_written(journal: Journal) -> None
     assert stages(journal) == {0: "taken"}
     with sqlite3.connect(journal.path) as beside:  # and the file is not locked
         beside.execute("SELECT count(*) FROM lives")
+
+
+_FILLS = """
+import resource, sys
+from pathlib import Path
+from tests.data.groups import finished, pending
+from vime.data.journal import Journal
+from vime.errors import VimeError
+
+journal = Journal(Path(sys.argv[1]))
+journal.taken([pending(i) for i in range(999)], 0)
+size = sum(p.stat().st_size for p in journal.path.parent.iterdir())
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 65536, resource.RLIM_INFINITY))
+done = 0
+try:
+    for done in range(999):
+        journal.finished(finished(done))
+except OSError as error:
+    print(done, error.filename, error.strerror)
+"""
+
+
+def test_a_file_that_cannot_grow_ends_with_its_path_and_holds_whole_calls_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    ended = subprocess.run([sys.executable, "-c", _FILLS, str(path)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    done, name, reason = ended.stdout.split(maxsplit=2)
+    assert name == str(path) and reason.startswith("the journal of the data buffer cannot be written")
+    journal = Journal(path)  # there is room again
+    journal.check_file()
+    assert stages(journal) == {i: "finished" if i < int(done) else "taken" for i in range(999)}
+    assert all(journal.kept(i) is not None for i in range(int(done))) and journal.kept(int(done)) is None
+    journal.finished(finished(int(done)))

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import (
+    CheckpointWriting,
     find_checkpoints,
     load_checkpoint,
     load_weights,
@@ -121,6 +123,7 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_damaged_stop_rule_is_named(tmp_path: Path) -> None:
     state = json.loads((save(tmp_path, 1) / "state.json").read_text())
+    del state["seal"]  # as checkpoints of older versions have none
     (tmp_path / "rollout_000001" / "state.json").write_text(json.dumps(state | {"stop": {}}))
     with pytest.raises(DataError, match=r"in state\.json the stop rule is damaged"):
         load_checkpoint(open_checkpoint(tmp_path), FakeTrainer(), FakeSource(), StopRule())
@@ -239,4 +242,42 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 0)
     (path / "state.json").write_text(json.dumps({"format": 99, "rollout_id": 0, "data_source": {}}))
     with pytest.raises(ConfigError, match="format 99"):
+        open_checkpoint(tmp_path)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit; size and name stay."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("trainer/weights", r"trainer/weights is not what was written: its checksum is \w{8}, it was \w{8}"),
+        ("state.json", r"state.json (is not what was written|cannot be read)"),
+    ],
+)
+def test_a_flipped_bit_in_the_newest_one_is_found_and_the_one_before_is_used(
+    tmp_path: Path, file: str, words: str
+) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 5) / file
+    flip(path, path.read_bytes().index(b'"values"') + 3 if file == "state.json" else 0)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.rollout_id == 1
+    ((passed_over, damage),) = checkpoint.skipped
+    assert passed_over.name == "rollout_000005" and re.search(words, damage)
+
+
+def test_without_checksums_sizes_alone_are_compared(tmp_path: Path) -> None:
+    trainer: Any = FakeTrainer()
+    writing = CheckpointWriting(tmp_path, 1, trainer, {}, StopRule(), SETTINGS, in_background=False, checksums=False)
+    path = writing.complete(wait=True)
+    assert path is not None
+    flip(path / "trainer" / "weights", 0)
+    assert open_checkpoint(tmp_path).rollout_id == 1
+    (path / "trainer" / "weights").write_text("")
+    with pytest.raises(ConfigError, match="0 of 1 bytes"):
         open_checkpoint(tmp_path)

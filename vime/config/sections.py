@@ -58,6 +58,9 @@ class CheckpointConfig:
     save: str | None = setting(None, "folder for training checkpoints; default: none are written")
     save_interval: int | None = setting(None, "write a checkpoint every this many rollouts; the last is always written")
     async_save: bool = setting(False, "go on while a checkpoint is written; takes a copy of it in the host's memory")
+    no_save_checksums: bool = setting(
+        False, "leave the files' checksums out of checkpoints: a resume compares sizes alone, and reads nothing twice"
+    )
     keep_last_checkpoints: int | None = setting(None, "newest checkpoints that stay in --save; default: all")
     keep_best_checkpoint: str | None = setting(
         None, "also keep the best one by this metric of its step: METRIC, METRIC:max (the same) or METRIC:min"

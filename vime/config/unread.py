@@ -151,6 +151,7 @@ _RULES: tuple[Rule, ...] = (
             "checkpoint.save_interval",
             "checkpoint.no_save_optim",
             "checkpoint.async_save",
+            "checkpoint.no_save_checksums",
             "checkpoint.keep_last_checkpoints",
         ),
         lambda c: c.checkpoint.save is None,

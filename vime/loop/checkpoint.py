@@ -1,9 +1,10 @@
 """One checkpoint of everything: model, optimizer, random state and data cursor, all of it there or none.
 
 A checkpoint is a folder `rollout_000041/` holding `trainer/` (the trainer's own files), `state.json` (data buffer,
-counters, the settings it depends on, sizes of the files) and, once its step has ended, `metrics.json` (that step's
-metrics). It is written under a temporary name and renamed when complete, so a folder with the final name is whole; what
-damages it later is found by the sizes. `vime convert` makes folders of weights alone, with `weights.json` instead.
+counters, the settings it depends on, sizes and checksums of the files) and, once its step has ended, `metrics.json`
+(that step's metrics). It is written under a temporary name and renamed when complete, so one with the final name is
+whole; what damages it later is found by the sizes and checksums. `vime convert` makes folders of weights alone, with
+`weights.json` instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import re
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 from vime.errors import ConfigError, DataError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
+from vime.loop.file_sums import damage_of, sums_of
 from vime.protocols import DataSource, Trainer
 
 _NAME = re.compile(r"rollout_(\d{6,})")
@@ -30,6 +34,7 @@ _FORMAT = 2
 WEIGHTS_FILE = "weights.json"
 """Marks a folder of weights alone, and says of which model."""
 _FULL_BYTES = 16 << 20  # less space than this is none
+_SOON_BYTES = 16 << 20  # are read in hundredths of a second: no thread is needed
 _REMEDY = "move it away to go on from the one before it, or name another by --ckpt-step"
 
 
@@ -59,6 +64,7 @@ class CheckpointWriting:
         data: the data source's state when that rollout's groups had been taken, and no other's.
         settings: what to compare with on resume.
         in_background: training may go on before it is complete.
+        checksums: of its files are kept, too: they are read once more.
     Raises: OSError when the disk is full; no partial checkpoint stays.
     """
 
@@ -72,8 +78,11 @@ class CheckpointWriting:
         settings: Mapping[str, Any],
         *,
         in_background: bool,
+        checksums: bool = True,
     ) -> None:
         self.rollout_id = rollout_id
+        self._in_background, self._checksums = in_background, checksums
+        self._sums: Future[dict[str, Any]] | None = None
         self._folder, self._trainer = folder, trainer
         self._final = folder / f"rollout_{rollout_id:06d}"
         # A name of its own: ranks of a killed run may still be writing for a moment.
@@ -103,7 +112,9 @@ class CheckpointWriting:
             if not self._is_written and not self._trainer.end_save(wait):
                 return None
             self._is_written = True
-            _write_json(self._partial / "state.json", self._state | {"files": _file_sizes(self._partial)})
+            if (files := self._files(wait=wait)) is None:
+                return None
+            _write_json(self._partial / "state.json", _sealed(self._state | {"files": files}))
             if self._final.exists():  # the same rollout, trained again after a resume from an earlier one
                 old = self._folder / f".replaced_{self._final.name}"
                 shutil.rmtree(old, ignore_errors=True)
@@ -114,6 +125,16 @@ class CheckpointWriting:
                 self._partial.rename(self._final)
             _flush_folder(self._folder)
         return self._final
+
+    def _files(self, *, wait: bool) -> dict[str, Any] | None:
+        """The files that were written, by size and checksum; None if they are still read."""
+        if not self._in_background or sum(p.stat().st_size for p in self._partial.rglob("*")) < _SOON_BYTES:
+            return sums_of(self._partial, checksums=self._checksums)
+        if self._sums is None:
+            reader = ThreadPoolExecutor(1, "checksums")
+            self._sums = reader.submit(sums_of, self._partial, checksums=self._checksums)
+            reader.shutdown(wait=False)
+        return self._sums.result() if wait or self._sums.done() else None
 
     @contextmanager
     def _removed_on_error(self) -> Iterator[None]:
@@ -181,12 +202,14 @@ def _read(path: Path, flag: str) -> Checkpoint | str:
         raise ConfigError(f"{flag}{path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
     if damage := _damage(state):
         return f"in state.json {damage}"
+    if state.get("seal", seal := _seal(state)) != seal:
+        return "state.json is not what was written: its seal is broken"
     if state["rollout_id"] != rollout_of(path):
         raise ConfigError(
             f"{flag}{path} is the checkpoint of rollout {state['rollout_id']} under another name; call it "
             f"rollout_{state['rollout_id']:06d}"
         )
-    if damage := _lost_files(path, state.get("files", {})):  # older ones do not say
+    if damage := damage_of(path, state.get("files", {})):  # older ones do not say
         return damage
     return Checkpoint(
         path=path,
@@ -195,21 +218,6 @@ def _read(path: Path, flag: str) -> Checkpoint | str:
         stop=state["stop"],
         settings=state["settings"],
     )
-
-
-def _lost_files(path: Path, sizes: Mapping[str, int]) -> str | None:
-    """The first file that is not as large as it was written."""
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (now := (path / name).stat().st_size) != size:
-            return f"{name} has {now} of {size} bytes"
-    return None
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _hint(folder: Path) -> str:
@@ -227,7 +235,8 @@ def _hint(folder: Path) -> str:
 
 def write_weights_file(folder: Path, settings: Mapping[str, Any]) -> None:
     """Mark a folder with the weights in `trainer/`. Args: settings: as vime.loop.compatibility.weights_to_keep."""
-    _write_json(folder / WEIGHTS_FILE, {"format": _FORMAT, "settings": settings, "files": _file_sizes(folder)})
+    files = sums_of(folder, checksums=True)
+    _write_json(folder / WEIGHTS_FILE, {"format": _FORMAT, "settings": settings, "files": files})
 
 
 def _open_weights(folder: Path, rollout_id: int | None, flag: str) -> Checkpoint:
@@ -238,7 +247,7 @@ def _open_weights(folder: Path, rollout_id: int | None, flag: str) -> Checkpoint
         settings, sizes = weights["settings"], weights["files"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise ConfigError(f"{flag}{folder}: {WEIGHTS_FILE} is damaged ({error!r}); convert it again") from error
-    if damage := _lost_files(folder, sizes):
+    if damage := damage_of(folder, sizes):
         raise ConfigError(f"{flag}{folder} is damaged: {damage}; convert it again")
     return Checkpoint(path=folder, rollout_id=-1, data_source={}, stop={}, settings=settings, is_weights_alone=True)
 
@@ -261,6 +270,16 @@ def weights_of(folder: Path, rollout_id: int | None) -> tuple[Path, Mapping[str,
         folder, rollout_id = folder.parent, rollout_of(folder)
     checkpoint = open_checkpoint(folder, rollout_id, flag="")
     return checkpoint.path / "trainer", checkpoint.settings
+
+
+def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with a checksum of itself."""
+    return {**state, "seal": _seal(state)}
+
+
+def _seal(state: Mapping[str, Any]) -> int:
+    rest = {key: value for key, value in state.items() if key != "seal"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _damage(state: Any) -> str | None:

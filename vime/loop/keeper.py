@@ -36,6 +36,7 @@ class CheckpointKeeper:
         keep_last: newest checkpoints that stay; None keeps all.
         keep_best: "METRIC", "METRIC:max" or "METRIC:min"; the best by it stays, too.
         journaled: the source, where it has a journal: it knows which groups are out, whenever it is asked.
+        checksums: keep those of a checkpoint's files with it.
         in_background: go on with the run while a checkpoint is written; `settle` and the next `save` complete it.
     Raises: DataError if the source's state is nothing that a checkpoint can keep.
     """
@@ -52,6 +53,7 @@ class CheckpointKeeper:
         keep_last: int | None = None,
         keep_best: str | None = None,
         in_background: bool = False,
+        checksums: bool = True,
         journaled: JournaledSource | None = None,
     ) -> None:
         self._trainer, self._source, self._stop = trainer, source, stop
@@ -59,7 +61,7 @@ class CheckpointKeeper:
         self._folder, self._settings, self._hf_path = folder, settings, hf_path
         self._keep_last = keep_last
         self._best = parse_best(keep_best) if keep_best is not None else None
-        self._in_background = in_background
+        self._in_background, self._checksums = in_background, checksums
         self._writing: CheckpointWriting | None = None
         self._fresh: Path | None = None  # complete, but its step has not ended
         self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
@@ -96,6 +98,7 @@ class CheckpointKeeper:
             self._stop,
             self._settings,
             in_background=self._in_background,
+            checksums=self._checksums,
         )
         if not self._in_background:
             self._complete(wait=True)

@@ -279,6 +279,7 @@ def _keeper(
         keep_last=settings.keep_last_checkpoints,
         keep_best=settings.keep_best_checkpoint,
         in_background=settings.async_save,
+        checksums=not settings.no_save_checksums,
         journaled=journaled,
     )
 
