@@ -50,6 +50,7 @@ def events(folder: Path) -> int:
     return int(with_event)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["sync", "overlapped"])
 def test_no_prompt_is_skipped_or_trained_on_twice_however_often_a_run_is_killed(tmp_path: Path, loop: str) -> None:
     seed = random.randrange(10**6)
