@@ -170,7 +170,8 @@ def engine_starter(config: Config, platform: Platform) -> Callable[[Path], Fresh
         return FreshEngine(
             folder,
             arguments=arguments,
-            environment=platform.engine_environment(1, routed_experts=routing is not None),
+            environment=platform.engine_environment(1, routed_experts=routing is not None)
+            | (platform.aligned_engine()[1] if config.train.aligned else {}),
             key=secrets.token_urlsafe(32),
             log_path=Path(tempfile.gettempdir()) / f"vime_mismatch_{os.getpid()}_{secrets.token_hex(4)}.log",
             start_timeout_s=config.log.engine_start_timeout_s,

@@ -28,6 +28,7 @@ _READ = (
     "log.engine_start_timeout_s",
     "megatron.bf16",
     "train.use_rollout_routing_replay",
+    "train.aligned",
 )
 
 _DESCRIPTION = """\
@@ -82,7 +83,8 @@ def run(argv: Sequence[str]) -> int:
         arguments=engine_arguments(config, platform, hf_config),
         environment=platform.engine_environment(
             config.cluster.rollout_num_gpus_per_engine, routed_experts=routed_experts
-        ),
+        )
+        | (platform.aligned_engine()[1] if config.train.aligned else {}),
         routed_experts=routed_experts,
         key=key,
         log_path=Path(own.log_file).resolve(),

@@ -246,6 +246,9 @@ class TrainConfig:
     log_probs_chunk_size: int | None = setting(
         None, "tokens whose logits are held at a time in log-prob and entropy; default: as many as take 512 MiB"
     )
+    aligned: bool = setting(
+        False, "trainer and engines compute by kernels that agree as closely as they can, at the cost of speed"
+    )
     use_rollout_routing_replay: bool = setting(
         False, "experts: the trainer uses those that the engines routed each token to (R3, docs/routing_replay.md)"
     )

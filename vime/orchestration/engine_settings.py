@@ -35,6 +35,7 @@ def engine_arguments(
         "tensor_parallel_size": num_devices,
         "seed": config.data.rollout_seed,
         **(sharing or {}),
+        **(platform.aligned_engine()[0] if config.train.aligned else {}),
         **config.vllm,
         **enough,
     }
@@ -58,15 +59,18 @@ def routing_shape(config: Config, hf_config: Mapping[str, Any]) -> RoutingShape 
 
 
 def engine_environment(
-    platform: Platform, device_numbers: Sequence[str], *, routed_experts: bool = False
+    platform: Platform, device_numbers: Sequence[str], *, routed_experts: bool = False, aligned: bool = False
 ) -> dict[str, str]:
     """Variables of the process of an engine on these devices.
 
     Args:
         device_numbers: as the platform's visible-devices variable takes them; empty strings where it has none.
         routed_experts: the engine is to return them.
+        aligned: it is to compute as the trainer does with --aligned.
     """
     environment = platform.engine_environment(len(device_numbers), routed_experts=routed_experts)
+    if aligned:
+        environment |= platform.aligned_engine()[1]
     if platform.visible_devices_variable is not None:
         environment[platform.visible_devices_variable] = ",".join(device_numbers)
     return environment

@@ -69,7 +69,9 @@ class EngineFleet(Fleet):
             dict(
                 model=hf_path,
                 arguments=arguments,
-                environment=engine_environment(platform, numbers[i], routed_experts=routed_experts),
+                environment=engine_environment(
+                    platform, numbers[i], routed_experts=routed_experts, aligned=config.train.aligned
+                ),
                 key=key,
                 log_path=log_dir / f"engine_{i}.log",
                 host=placement.host(devices[0]),

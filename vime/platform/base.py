@@ -54,6 +54,9 @@ class Platform(Protocol):
         Args: routed_experts: it is to say which experts it routed tokens to.
         """
 
+    def aligned_engine(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Engine arguments and environment variables with which engines compute as the trainer does with --aligned."""
+
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
         """Environment variables of a training rank's process (threads, allocator, network interface).
 

@@ -18,6 +18,8 @@ _GIB = 1 << 30
 _MIN_MEMORY_BYTES = 6 * _GIB  # a tiny run: engine 2.4 GiB, trainer 1 GiB, Ray 1 GiB, driver 0.7 GiB
 _MAX_NUM_SEQS = 256
 _KV_CACHE_GIB = 1
+ALIGNED = "vime_aligned"
+"""Entry of vLLM's additional_config: the engine computes as the trainer does with --aligned."""
 
 
 class CpuPlatform:
@@ -104,6 +106,10 @@ class CpuPlatform:
             # The API server and the engine share the process: threads that spin on every core starve it.
             "OMP_NUM_THREADS": str(max(1, self.device_count() // 2 // num_devices)),
         }
+
+    def aligned_engine(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Norms, RoPE and activations by torch, as in the trainer; attention by engine/vllm/aligned.py."""
+        return {"compilation_config": {"custom_ops": ["none"]}, "additional_config": {ALIGNED: True}}, {}
 
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
         """The cores are shared out among the ranks of the node, which talk over the interface that has the address."""

@@ -85,6 +85,10 @@ class CudaPlatform:
         # FlashInfer compiles its sampler at first use, which needs a CUDA toolkit on the machine.
         return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
+    def aligned_engine(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """vLLM's kernels whose results do not depend on what else is in a batch."""
+        return {}, {"VLLM_BATCH_INVARIANT": "1"}
+
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:
         """Communication queues in order, as tensor parallelism expects; an allocator that does not fragment.
 

@@ -279,3 +279,5 @@ def register(registry: Mapping[str, Any]) -> None:
 
 register(WeightTransferEngineFactory._registry)
 fixes.apply()
+if current_platform.is_cpu():
+    aligned.install()

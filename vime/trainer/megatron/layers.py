@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from vime.algo.fixed_attention import fixed_attention
 from vime.trainer.megatron.experts import is_moe_layer, moe_spec
 from vime.trainer.megatron.heads import PackedSelfAttention
 from vime.trainer.megatron.norms import RMSNorm
@@ -82,7 +83,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             # One collective for both. Its backward sums each rank's gradients by the keys and values it has.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
             key, value = both.chunk(2, -1)
-        if packed.place is None:
+        if packed.is_fixed:
+            out = _fixed(query, key, value, packed, self.softmax_scale)
+        elif packed.place is None:
             out = _varlen(query, key, value, packed, self.softmax_scale)
         else:
             out = _padded(query, key, value, packed, self.softmax_scale)
@@ -128,6 +131,13 @@ def _names_grouped_heads() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _fixed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+    """Sequence by sequence, to the same bits as an engine with --aligned."""
+    lengths = packed.cu_seqlens_q.diff().tolist()
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([fixed_attention(*part, scale) for part in parts])
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:

@@ -47,6 +47,8 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     place: Tensor | None = None
     """[T of all ranks] int64: where each key lies in the padded layout. None where attention works on packed sequences.
     """
+    is_fixed: bool = False
+    """Attention is `vime.algo.fixed_attention`, sequence by sequence."""
     split: Split | None = None
     """Context parallel: which queries are this rank's."""
     cos: Tensor = None  # type: ignore[assignment]
@@ -73,6 +75,8 @@ class Layout:
     """The model's."""
     padded: bool
     """Lay out padded blocks, for attention kernels that cannot take packed sequences."""
+    is_fixed: bool = False
+    """Attention is `vime.algo.fixed_attention` (--aligned on a CPU)."""
     rope_factor: float = 1.0
     """What cosine and sine are multiplied by."""
     cp_rank: int = 0
@@ -185,6 +189,9 @@ def _padded_lengths(
 
 def _lay_out_attention(packed: Packed, lengths: npt.NDArray[np.int64], layout: Layout) -> None:
     """What the attention kernel in use needs to know of the sequences."""
+    packed.is_fixed = layout.is_fixed
+    if layout.is_fixed:
+        return
     rank, size, device = layout.cp_rank, layout.cp_size, layout.inv_freq.device
     if not layout.padded:
         packed.split = split_packed(lengths, rank, size, device) if size > 1 else None

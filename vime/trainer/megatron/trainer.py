@@ -128,7 +128,9 @@ class MegatronTrainer:
         self._routing = partial(RolloutRouting, self._routers, records=train.use_routing_replay)
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
         self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
-        self._layout = layout_of(self._model, self._settings, device_type=self._platform.device_type)
+        self._layout = layout_of(
+            self._model, self._settings, device_type=self._platform.device_type, aligned=self._config.train.aligned
+        )
         self._ppo: ppo.Ppo | None = None
         if needs_critic(self._config.algo):
             of_policy = (self._source, self._model, self._names, self._settings.sizes, self._layout)
