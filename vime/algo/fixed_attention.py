@@ -44,7 +44,7 @@ class _Fixed(torch.autograd.Function):
         keys, values = (_by_head(x, query.shape[1]) for x in (key, value))
         parts = [
             _attend(chunk, keys, values, scale, first + i * _QUERIES)
-            for i, chunk in enumerate(query.float().split(_QUERIES))
+            for i, chunk in enumerate(torch.split(query.float(), _QUERIES))
         ]
         return torch.cat(parts).to(query.dtype)
 
@@ -73,11 +73,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, first: in
     places = torch.arange(num_blocks * _KEYS, device=query.device)
     own = first + torch.arange(len(query), device=query.device)
     scores = scores.masked_fill((places > own[:, None])[:, None], -torch.inf)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp().unflatten(-1, (num_blocks, _KEYS))
-    blocks = values.unflatten(1, (num_blocks, _KEYS))
+    weights = (scores - scores.amax(-1, keepdim=True)).exp().view(*scores.shape[:-1], num_blocks, _KEYS)
+    blocks = values.view(len(values), num_blocks, _KEYS, -1)
     sums = (weights[..., None] * blocks).sum(-2)  # [n, H, blocks, D]
     totals = weights.sum(-1)
     out, total = sums[:, :, 0], totals[:, :, 0]
     for block in range(1, num_blocks):
         out, total = out + sums[:, :, block], total + totals[:, :, block]
-    return out / total[..., None]
+    attended: Tensor = out / total[..., None]
+    return attended

@@ -26,9 +26,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 import vime
-from vime.engine.vllm import fixes
+from vime.engine.vllm import aligned, fixes
 from vime.engine.vllm.partial_loads import partly_loaded
 from vime.engine.vllm.weight_names import TRANSFER_BACKEND, WeightLedger, checkpoint_folder, checkpoint_names, listed
 from vime.errors import WeightSyncError

@@ -136,8 +136,8 @@ def _names_grouped_heads() -> bool:
 def _fixed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
     """Sequence by sequence, to the same bits as an engine with --aligned."""
     lengths = packed.cu_seqlens_q.diff().tolist()
-    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([fixed_attention(*part, scale) for part in parts])
+    parts = zip(torch.split(q, lengths), torch.split(k, lengths), torch.split(v, lengths), strict=True)
+    return torch.cat([fixed_attention(a, b, c, scale) for a, b, c in parts])
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from vime.errors import TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
 from vime.trainer.megatron import cpu_shims, fixes, forward, hf_io, model, parallel, settings
-from vime.trainer.megatron.layout import layout_of
+from vime.trainer.megatron.layout import align_matmuls, layout_of
 from vime.trainer.megatron.routed_layers import routers_of
 from vime.trainer.megatron.routing_replay import RoutingPass, Tally
 from vime.types import RoutedExperts
@@ -51,6 +51,8 @@ class Scorer:
         if platform.device_type == "cpu":
             cpu_shims.install()
         fixes.apply()
+        if config.train.aligned:
+            align_matmuls(platform.device_type)
         hf = hf_io.read_config(folder)
         family = family_of(hf)
         self._model, self._config = family.settings(hf), config
@@ -72,9 +74,7 @@ class Scorer:
             hf_io.load_hf(self._chunks, folder, family.name_map(self._model), self._model)
             for module in self._wrapped:
                 module.requires_grad_(False).eval()
-            self._layout = layout_of(
-                self._model, self._settings, device_type=platform.device_type, aligned=config.train.aligned
-            )
+            self._layout = layout_of(self._model, self._settings, platform.device_type, aligned=config.train.aligned)
             self._routers = routers_of(self._chunks, self._settings)
             self._device = next(self._chunks[0].parameters()).device
         except BaseException:

@@ -43,7 +43,7 @@ from vime.trainer.megatron import (
 )
 from vime.trainer.megatron.agreement import agreement_metrics
 from vime.trainer.megatron.critic import Critic
-from vime.trainer.megatron.layout import layout_of
+from vime.trainer.megatron.layout import align_matmuls, layout_of
 from vime.trainer.megatron.other_policies import OtherPolicies
 from vime.trainer.megatron.routed_layers import routers_of
 from vime.trainer.megatron.routing_replay import Bools, RolloutRouting, RoutingPass
@@ -82,6 +82,8 @@ class MegatronTrainer:
         if platform.device_type == "cpu":
             cpu_shims.install()
         fixes.apply()
+        if config.train.aligned:
+            align_matmuls(platform.device_type)
         self._config, self._platform, self._rank, self._writer = config, platform, rank, writer
         self._world_size, self._spans = world_size, SpanLog()
         self._source = Path(hf_path)
@@ -128,9 +130,7 @@ class MegatronTrainer:
         self._routing = partial(RolloutRouting, self._routers, records=train.use_routing_replay)
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
         self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
-        self._layout = layout_of(
-            self._model, self._settings, device_type=self._platform.device_type, aligned=self._config.train.aligned
-        )
+        self._layout = layout_of(self._model, self._settings, self._platform.device_type, aligned=train.aligned)
         self._ppo: ppo.Ppo | None = None
         if needs_critic(self._config.algo):
             of_policy = (self._source, self._model, self._names, self._settings.sizes, self._layout)
