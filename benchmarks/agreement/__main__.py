@@ -7,7 +7,8 @@
 
 --cpu and --cuda make a small random dense model and small random mixtures of experts, let an engine sample from each,
 and score the samples by trainer and HF. A row is a model; without R3 the trainer routes by itself, with R3 it uses the
-experts that the engine says it used. Exit code 0: every row is there and within its bound.
+experts that the engine says it used; aligned, trainer and engine compute by the same kernels, and are to give the same
+numbers in float32. Exit code 0: every row is there and within its bound.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.agreement.runs import MAX_DRIFT, MAX_RATIO, drift, ratio_of_runs, read_differences  # noqa: E402
 
 FLOAT32_BOUND = 1e-5
-ROWS: Mapping[str, tuple[str, bool]] = {
-    "dense": ("qwen3", False),
-    "experts, without R3": ("qwen3_moe", False),
-    "experts, with R3": ("qwen3_moe", True),
-    "dense and shared experts, with R3": ("glm4_moe", True),
+_R3 = "use_rollout_routing_replay"
+ROWS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
+    "dense": ("qwen3", {}),
+    "dense, aligned": ("qwen3", {"aligned": True}),
+    "experts, without R3": ("qwen3_moe", {}),
+    "experts, with R3": ("qwen3_moe", {_R3: True}),
+    "dense and shared experts, with R3": ("glm4_moe", {_R3: True}),
 }
-"""Row -> family of the model, and whether the trainer replays the engine's experts."""
+"""Row -> family of the model, and settings of the run."""
 _SAMPLES, _NEW_TOKENS = 2, 24
 """Of each prompt, at most: on a CPU engines that say which experts they used make some tens of tokens a second."""
 
@@ -58,11 +61,14 @@ class Row:
     rounding: float
     """Of HF in the run's dtype to the wider one."""
     bound: float
+    is_exact: bool = False
+    """Trainer and engine have to give the same numbers."""
 
     @property
     def is_within(self) -> bool:
         """Whether trainer and engine, and HF and each, are at most the bound apart."""
-        return all(x <= self.bound for x in (self.trainer_engine, self.hf_engine, self.hf_trainer))
+        close = all(x <= self.bound for x in (self.trainer_engine, self.hf_engine, self.hf_trainer))
+        return close and not (self.is_exact and self.trainer_engine > 0)
 
 
 def make_models(folders: Mapping[str, Path], dtype: str) -> None:
@@ -76,17 +82,17 @@ def make_models(folders: Mapping[str, Path], dtype: str) -> None:
         own_prompts(folder)
 
 
-def sampled(platform: Any, folder: Path, *, replays: bool) -> list[Any]:
-    """Start an engine for a model, and let it sample."""
+def sampled(name: str, platform: Any, folder: Path) -> list[Any]:
+    """Start an engine for a row's model, and let it sample."""
     from vime.agreement.compare import sample_own
     from vime.agreement.engine import engine_starter
 
-    config = _config(platform, replays=replays)
+    config = _config(name, platform)
     with engine_starter(config, platform)(folder) as engine:
         return sample_own(engine, folder, config, samples_per_prompt=_SAMPLES, max_new_tokens=_NEW_TOKENS)
 
 
-def measure(name: str, samples: Sequence[Any], platform: Any, folder: Path, *, replays: bool, dtype: str) -> Row:
+def measure(name: str, samples: Sequence[Any], platform: Any, folder: Path, dtype: str) -> Row:
     """Score the samples by everybody.
 
     Raises: RuntimeError if the engine has not said which experts it used, where they are to be replayed.
@@ -97,9 +103,10 @@ def measure(name: str, samples: Sequence[Any], platform: Any, folder: Path, *, r
     from vime.agreement.explain import precision_bound
 
     num_routed = sum(sample.num_routed for sample in samples)
-    if replays and num_routed != (wanted := sum(len(sample.tokens) - 1 for sample in samples)):
+    settings = ROWS[name][1]
+    if settings.get(_R3) and num_routed != (wanted := sum(len(sample.tokens) - 1 for sample in samples)):
         raise RuntimeError(f"{name}: the engine said of {num_routed} of {wanted} tokens which experts it used")
-    means = Means(config=_config(platform, replays=replays), platform=platform, num_inside=0)
+    means = Means(config=_config(name, platform), platform=platform, num_inside=0)
     comparison = analyse_samples(samples, folder, means, max_samples=None, origin=name).comparison
     narrow, wide = [who for who in comparison.scores if who.startswith("HF")]
     rounding = comparison.difference(narrow, wide).mean
@@ -113,17 +120,18 @@ def measure(name: str, samples: Sequence[Any], platform: Any, folder: Path, *, r
         hf_trainer=comparison.difference(wide, TRAINER).mean,
         rounding=rounding,
         bound=FLOAT32_BOUND if dtype == "float32" else precision_bound(rounding, dtype),
+        is_exact=settings.get("aligned", False) and dtype == "float32",
     )
 
 
-def _config(platform: Any, *, replays: bool) -> Any:
+def _config(name: str, platform: Any) -> Any:
     from vime.config import Config, RolloutConfig, TrainConfig
 
     # A share of a device's memory would make a cache of millions of blocks, and engines measure it while others start.
     cache = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
     return Config(
         rollout=RolloutConfig(rollout_max_context_len=128),
-        train=TrainConfig(use_rollout_routing_replay=replays),
+        train=TrainConfig(**ROWS[name][1]),
         vllm=cache if platform.device_type == "cuda" else {},
     )
 
@@ -162,15 +170,13 @@ def models(device: str, out: Path | None, at_a_time: int) -> int:
         with ThreadPoolExecutor(at_a_time) as pool:
             # Those with R3 take longest on a CPU, so they are the first to start.
             waiting = {
-                pool.submit(sampled, platform, folders[name], replays=replays): name
-                for name, (_, replays) in sorted(ROWS.items(), key=lambda row: not row[1][1])
+                pool.submit(sampled, name, platform, folders[name]): name
+                for name in sorted(ROWS, key=lambda name: _R3 not in ROWS[name][1])
             }
             for done in as_completed(waiting):
                 name = waiting[done]
                 try:
-                    rows[name] = measure(
-                        name, done.result(), platform, folders[name], replays=ROWS[name][1], dtype=dtype
-                    )
+                    rows[name] = measure(name, done.result(), platform, folders[name], dtype)
                 except Exception:  # the other rows are worth having
                     print(f"agreement: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                     continue

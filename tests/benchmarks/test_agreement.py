@@ -26,6 +26,7 @@ def test_a_row_is_judged_by_its_largest_difference() -> None:
     for name in ("trainer_engine", "hf_engine", "hf_trainer"):
         assert not replace(ROW, **{name: 1.1e-5}).is_within
         assert not replace(ROW, **{name: float("nan")}).is_within
+    assert not replace(ROW, is_exact=True).is_within and replace(ROW, is_exact=True, trainer_engine=0.0).is_within
     assert "ABOVE" in agreement.table([replace(ROW, trainer_engine=1.0)])
 
 
@@ -33,13 +34,13 @@ def test_a_row_is_judged_by_its_largest_difference() -> None:
 def test_a_row_that_failed_is_an_exit_code(
     bad: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measure(name: str, samples: list[Path], _: object, folder: Path, **__: object) -> agreement.Row:
+    def measure(name: str, samples: list[Path], _: object, folder: Path, *__: object) -> agreement.Row:
         assert samples == [folder]
         return replace(ROW, name=name, trainer_engine=1.0 if name == bad else 0.0)
 
     monkeypatch.setattr(agreement, "measure", measure)
     monkeypatch.setattr(agreement, "make_models", lambda *_: None)
-    monkeypatch.setattr(agreement, "sampled", lambda _, folder, **__: [folder])
+    monkeypatch.setattr(agreement, "sampled", lambda _, __, folder: [folder])
     assert agreement.main(["--cpu", "--out", str(tmp_path / "rows.json")]) == code
     assert [row["name"] for row in json.loads((tmp_path / "rows.json").read_text())] == list(agreement.ROWS)
 
@@ -47,13 +48,13 @@ def test_a_row_that_failed_is_an_exit_code(
 def test_a_row_that_cannot_be_made_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def sampled(_: object, folder: Path, **__: object) -> list[str]:
+    def sampled(_: str, __: object, folder: Path) -> list[str]:
         if folder.name == "3":
             raise RuntimeError("the engine ended")
         return []
 
     monkeypatch.setattr(agreement, "make_models", lambda *_: None)
-    monkeypatch.setattr(agreement, "measure", lambda name, *_, **__: replace(ROW, name=name))
+    monkeypatch.setattr(agreement, "measure", lambda name, *_: replace(ROW, name=name))
     monkeypatch.setattr(agreement, "sampled", sampled)
     assert agreement.main(["--cpu", "--at-a-time", "1"]) == 1
     said = capsys.readouterr()

@@ -71,3 +71,23 @@ def test_three_steps_replay_what_the_engine_routed(
     (same,), (other,) = steps(tmp_path / "same"), steps(tmp_path / "other")
     assert same[DIFF] == rows[0][DIFF] and same["train/loss"] == rows[0]["train/loss"]
     assert other[DIFF] > 0.01
+
+
+@pytest.mark.parametrize("per_engine", [1, 2])
+def test_two_engines_and_an_engine_of_two_devices_say_what_they_routed(
+    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, per_engine: int
+) -> None:
+    """A group's samples are of one engine each time, and workers of an engine route alike."""
+    at = grpo_flags.index("--eval-prompt-data")
+    output = run_train(
+        *grpo_flags[:at],
+        *grpo_flags[at + 3 :],
+        *("--hf-checkpoint", str(save_tiny_model(tmp_path / "model", "qwen3_moe")), "--run-dir", str(tmp_path / "run")),
+        *("--rollout-batch-size", "4", "--num-rollout", "2", "--weight-probe-interval", "0", "--lr-decay-iters", "4"),
+        *("--use-rollout-routing-replay", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(per_engine)),
+        *("--num-cpus", "3", "--router-policy", "round_robin"),
+    )
+    rows = steps(tmp_path / "run")
+    assert [row["train/policy_version"] for row in rows] == [1, 2], output
+    for row in rows:
+        assert 0 < row[DIFF] <= 1e-5 and row[MISSING] == 0, "of the same weights in every engine"

@@ -9,7 +9,7 @@ import pytest
 from vime.config import Config, DebugConfig, RolloutConfig, TrainConfig
 from vime.engine.vllm.answers import RoutingShape
 from vime.orchestration.engine_settings import engine_arguments, engine_environment, routing_shape, support_limit
-from vime.platform.cpu import CpuPlatform
+from vime.platform.cpu import ALIGNED, CpuPlatform
 from vime.platform.cuda import CudaPlatform
 
 GLM: dict[str, Any] = {
@@ -67,6 +67,15 @@ def test_engines_that_say_what_they_could_sample_may_give_log_probs_enough() -> 
     assert engine_arguments(everything, CpuPlatform(), GLM)["max_logprobs"] == -1
     evaluation = Config(rollout=RolloutConfig(rollout_top_k=20, num_rollout=0))
     assert support_limit(evaluation, GLM) is None
+
+
+def test_engines_of_an_aligned_run_are_told() -> None:
+    aligned, plain = Config(train=TrainConfig(aligned=True)), Config()
+    of_cpu = engine_arguments(aligned, CpuPlatform(), GLM)
+    assert of_cpu["compilation_config"] == {"custom_ops": ["none"]} and of_cpu["additional_config"][ALIGNED] is True
+    assert engine_environment(CudaPlatform(), ["0"], aligned=True)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in engine_environment(CudaPlatform(), ["0"])
+    assert "additional_config" not in engine_arguments(plain, CpuPlatform(), GLM)
 
 
 def test_only_a_cpu_needs_an_interpreter_for_it() -> None:

@@ -18,6 +18,7 @@ from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.unread_megatron import unread_megatron_settings
 from vime.config.validate_algo import check_algorithm
+from vime.config.validate_aligned import check_aligned
 from vime.config.validate_checkpoint import check_checkpoints
 from vime.config.validate_cluster import check_cluster, training_ranks
 from vime.config.validate_correction import check_correction
@@ -106,6 +107,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),
         check_model(config, facts.shape, facts.shape_claims, facts.head_sizes),
         check_rollout_routing_replay(config, facts.shape, facts.routed_experts_problem),
+        check_aligned(config, facts.platform),
         check_paths(config),
         check_debug(config, facts.platform),
         check_evaluation(config),
