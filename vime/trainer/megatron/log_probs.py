@@ -202,7 +202,11 @@ def _values(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor
     log_total = total.log()
     log_z = largest[:, 0] + log_total
     entropy = log_total - (e * below).sum(-1) / total  # both parts are positive
-    return x.gather(1, targets[:, None])[:, 0] - log_z, entropy, log_z
+    if x.is_cuda:
+        of_target = x.gather(1, targets[:, None])[:, 0] - largest[:, 0] - log_total
+    else:  # the engine's own function: it sums in another order
+        of_target = x.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return of_target, entropy, log_z
 
 
 def _values_of_shards(
