@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ PROMPTS = [[5, 9, 11], list(range(20, 40)), [int(i) for i in np.random.default_r
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
-def test_log_probs_of_trainer_and_engine_are_the_same_numbers(tmp_path: Path, kind: str) -> None:
+def test_log_probs_of_trainer_and_engine_are_the_same_numbers(tiny_qwen3: Path, tmp_path: Path, kind: str) -> None:
     folder = write_model(tmp_path / "model", kind, tied=kind == "llama")
+    for file in tiny_qwen3.glob("tokenizer*"):
+        shutil.copy(file, folder)
     apart = {}
     rollout = RolloutConfig(rollout_max_context_len=256)
     config = Config(train=TrainConfig(aligned=True), rollout=rollout)
