@@ -52,3 +52,38 @@ with ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert f"niceness {os.nice(0)}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # who is refused tries again for 25 s
+def test_ray_lets_nobody_in_without_its_token() -> None:
+    program = """
+import os, subprocess, sys
+from vime.config import ClusterConfig
+from vime.orchestration import ray_environment
+ray_environment.prepare(ClusterConfig())
+import ray
+from vime.orchestration.cluster import ray_cluster
+from vime.orchestration.placement import Layout
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('let in')"
+token = {"RAY_AUTH_MODE": "token"}
+callers = {
+    "without": {},
+    "wrong": {**token, "RAY_AUTH_TOKEN": "0" * 64},
+    "right": {**token, "RAY_AUTH_TOKEN": os.environ["RAY_AUTH_TOKEN"]},
+}
+with ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
+    address = ray.get_runtime_context().gcs_address
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {"HOME": "/nonexistent"}
+    joins = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", JOIN, address], env=plain | more, stdout=subprocess.PIPE, text=True
+        )
+        for name, more in callers.items()
+    }
+    for name, join in joins.items():
+        print(name, "let in" in join.communicate()[0], join.returncode == 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("without", "wrong", "right"))]
+    assert said == ["without False False", "wrong False False", "right True True"], done.stdout + done.stderr
