@@ -1,5 +1,6 @@
 """Columns that the trainer takes are of one batch; rows of experts are of their sample's tokens."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -121,3 +122,19 @@ def test_supports_join_turn_by_turn_and_tokens_of_a_tool_have_none() -> None:
     before.append_response([2], [-1.0])  # from the whole vocabulary
     before.append_response([3], [-1.0], support=SamplingSupport.of([[3]]))
     assert before.support is not None and before.support.rows() == [[], [3]]
+
+
+def test_a_copy_has_every_field_and_shares_what_cannot_change() -> None:
+    prompt = (1, 2, 3)
+    first, second = (Sample(prompt="p", tokens=prompt, metadata={"a": 1}) for _ in range(2))
+    assert first.tokens is second.tokens is prompt
+    assert Sample(prompt="p", tokens=(True, np.int64(2))).tokens == (1, 2)
+    assert all(type(token) is int for token in Sample(prompt="p", tokens=(True, np.int64(2))).tokens)
+    first.append_response((4, 5), (-0.5, -0.25), version=3)
+    copied = copy.copy(first)
+    assert copied == first and copied is not first and copied.tokens is first.tokens
+    copied.append_response((6,), (-1.0,), version=4)
+    copied.reward = 1.0
+    assert first.tokens == (1, 2, 3, 4, 5) and first.reward is None
+    with pytest.raises(AttributeError, match="aligned"):
+        copied.tokens = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -48,6 +48,7 @@ class VersionSpan:
 _MAX_TOKEN = 2**31 - 1  # columns are int32
 
 # Fields that have one entry per response token, or count them; only `append_response` may change them.
+_INTEGER = frozenset({int})  # and no bool, whose type is another
 _ALIGNED = frozenset(
     "tokens response_length loss_mask rollout_log_probs support routed_experts weight_versions supervised".split()
 )
@@ -104,7 +105,9 @@ class Sample:
         put = object.__setattr__
         try:
             # Numbers of numpy and torch become Python's, which JSON takes; a token 3.7 must not become 3.
-            put(self, "tokens", tuple(map(operator.index, self.tokens)))
+            # A tuple of integers stays the one it is: the samples of a group share their prompt's.
+            if type(self.tokens) is not tuple or not _INTEGER.issuperset(map(type, self.tokens)):
+                put(self, "tokens", tuple(map(operator.index, self.tokens)))
             put(self, "loss_mask", tuple(self.loss_mask))
             put(self, "rollout_log_probs", tuple(map(float, self.rollout_log_probs)))
         except (TypeError, OverflowError) as error:
@@ -121,6 +124,13 @@ class Sample:
         if name in _ALIGNED and hasattr(self, "trace"):
             raise AttributeError(f"Sample.{name} is aligned with the tokens; use append_response")
         object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Sample:
+        # copy.copy would set each field by the check above, which takes ten times as long.
+        copied = object.__new__(type(self))
+        for name in _FIELDS:
+            object.__setattr__(copied, name, getattr(self, name))
+        return copied
 
     def _check(self) -> None:
         r = self.response_length
@@ -232,6 +242,9 @@ class Sample:
         hidden = set(range(*slice(start, stop).indices(self.response_length)))
         mask = tuple(0 if i in hidden else m for i, m in enumerate(self.loss_mask))
         object.__setattr__(self, "loss_mask", mask)
+
+
+_FIELDS = tuple(each.name for each in fields(Sample))
 
 
 @dataclass(slots=True)
