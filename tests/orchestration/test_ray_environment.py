@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,23 +36,28 @@ def test_a_long_tmpdir_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_workers_have_the_priority_of_the_driver() -> None:
-    program = """
-import os
+def test_workers_have_the_priority_and_the_modules_of_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "of_the_driver.py").write_text("VALUE = 7\n")
+    program = f"""
+import os, sys
 from vime.config import ClusterConfig
 from vime.orchestration import ray_environment
 ray_environment.prepare(ClusterConfig())
 import ray
 from vime.orchestration.cluster import ray_cluster
 from vime.orchestration.placement import Layout
+sys.path.append({str(tmp_path)!r})
+before = os.environ.get("PYTHONPATH")
 with ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
+    assert os.environ.get("PYTHONPATH") == before
     print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote()))
+    print("module", ray.get(ray.remote(lambda: __import__("of_the_driver").VALUE).remote()))
 """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_worker_niceness"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert f"niceness {os.nice(0)}" in done.stdout, done.stdout + done.stderr
+    assert f"niceness {os.nice(0)}\nmodule 7\n" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.ranks

@@ -37,6 +37,8 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     Without --ray-address a single-node cluster is started and ended here, guarded by a token (ray_environment.py).
     Raises: ConfigError if there is no cluster to join.
     """
+    # Workers get the driver's module path, so that hooks given by dotted path import there too.
+    modules = os.pathsep.join(p or os.getcwd() for p in sys.path)
     if cluster.ray_address is None:
         options: dict[str, Any] = {
             "address": "local",  # never a cluster that happens to run on this machine
@@ -46,11 +48,11 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
             "num_cpus": cluster.num_cpus or max(os.cpu_count() or 1, layout.num_devices),
         }
     else:
-        options = {"address": cluster.ray_address}
-    # Workers are spawned with the driver's module path, so that hooks given by dotted path import there too.
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}}
+        options = {"address": cluster.ray_address, "runtime_env": {"env_vars": {"PYTHONPATH": modules}}}
     try:
-        with _processes_in_their_own_group():
+        # Not as a runtime environment here: Ray would leave aside the workers that it starts with itself, and have an
+        # agent prepare others, which takes seconds.
+        with _processes_in_their_own_group(), _variable("PYTHONPATH", modules):
             ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
     except OSError as error:
         if "AF_UNIX" not in str(error):
@@ -95,6 +97,19 @@ def _processes_in_their_own_group() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original  # type: ignore[misc]
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable as processes that are started inside get it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def plan_placement(cluster: ClusterConfig, platform: Platform, layout: Layout) -> Placement:
@@ -155,10 +170,10 @@ def reserve(platform: Platform, placement: Placement) -> Reservation:
     )
     reservation = Reservation(group, tuple(range(count)), ("",) * count)
     try:
-        ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
         if platform.ray_resource == "CPU":
+            ray.get(group.ready(), timeout=_RESERVE_TIMEOUT_S)
             return reservation
-        numbers = _device_numbers(platform, reservation)
+        numbers = _device_numbers(platform, reservation)  # waits for the group, too
     except GetTimeoutError as error:
         raise ConfigError(
             f"{count} devices exist, but others held some of them for {_RESERVE_TIMEOUT_S:.0f} s; `ray status` lists "
