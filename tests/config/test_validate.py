@@ -263,6 +263,13 @@ def test_what_is_allowed_passes(right: Config, change: dict[str, Any]) -> None:
     assert problems(changed(right, **change)) == []
 
 
+@pytest.mark.parametrize("cut", [{"rollout__rollout_top_p": 0.9}, {"rollout__rollout_min_p": 0.1}])
+def test_a_served_teacher_is_the_one_reason_against_a_cut_of_the_vocabulary(right: Config, cut: dict[str, Any]) -> None:
+    taught = {"algo__use_opd": True, "algo__opd_kl_coef": 1.0, "teacher__opd_teacher_url": "http://127.0.0.1:1"}
+    (problem,) = problems(changed(right, **taught, **cut))
+    assert "a vLLM server gives log-probs over the whole vocabulary" in problem
+
+
 def test_a_prompt_file_with_a_bad_line_names_the_line(right: Config, tmp_path: Path) -> None:
     for content, words in (
         ('{"input": "a", "label": "b"}\n{oops\n', "line 2: not JSON"),

@@ -36,7 +36,7 @@ from vime.config.validate_reward import check_reward
 from vime.config.validate_routing import check_rollout_routing_replay, check_routing_replay
 from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
-from vime.config.validate_teacher import check_old_actor, check_teacher
+from vime.config.validate_teacher import check_old_actor, check_teacher, teacher_is_served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def _narrow_sampling(config: Config) -> Iterator[str]:
         yield f"--rollout-top-k is {k}, but must be -1 (off) or at least 1"
     if not 0 <= least < 1:
         yield f"--rollout-min-p is {least}, but must be from 0 (off) to below 1"
-    if engines_return_support(config) and k == -1:
+    if engines_return_support(config) and k == -1 and not teacher_is_served(config):  # that one refuses it at all
         flag = f"--rollout-top-p is {p}" if p < 1 else f"--rollout-min-p is {least}"
         yield (
             f"{flag}: the trainer computes over the tokens that it leaves, engines name them in every answer, and "

@@ -50,10 +50,11 @@ def _server(config: Config, url: str) -> Iterator[str]:
             f"--rollout-temperature is {config.rollout.rollout_temperature}, but a vLLM server gives a prompt's "
             "log-probs at temperature 1; use 1, or a teacher in the trainer (--opd-teacher-load)"
         )
-    if config.rollout.rollout_top_p != 1.0 or config.rollout.rollout_top_k != -1:
+    if config.rollout.rollout_top_p != 1.0 or config.rollout.rollout_top_k != -1 or config.rollout.rollout_min_p:
         yield (
-            "--rollout-top-p and --rollout-top-k cut what the student samples from, but a vLLM server gives log-probs "
-            "over the whole vocabulary; leave them out, or use a teacher in the trainer (--opd-teacher-load)"
+            "--rollout-top-p, --rollout-top-k and --rollout-min-p cut what the student samples from, but a vLLM server "
+            "gives log-probs over the whole vocabulary; leave them out, or use a teacher in the trainer "
+            "(--opd-teacher-load)"
         )
     if config.rollout.custom_convert_samples_to_train_data_path is not None:
         yield (
