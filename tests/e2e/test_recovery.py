@@ -68,9 +68,8 @@ def test_a_run_outlives_its_engine_and_its_router(running: Callable[..., Running
     assert run.left_behind() == []
 
 
-def test_without_fault_tolerance_or_beyond_the_limit_a_killed_engine_ends_the_run(
-    running: Callable[..., Running],
-) -> None:
+@pytest.mark.slow
+def test_beyond_the_limit_a_killed_engine_ends_the_run(running: Callable[..., Running]) -> None:
     run = running("--num-rollout", "500", "--rollout-max-restarts", "0")
     run.wait_for("rollout   1/500")
     run.find(ENGINE).kill()
