@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.vime-installed
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: help setup quickstart test test-fast test-slow test-parallel test-gpu lint format type imports docs check clean
+.PHONY: help setup quickstart test test-fast test-slow test-parallel test-gpu chaos lint format type imports docs check clean
 
 help:  ## show these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ test-parallel: $(STAMP)  ## every parallel layout against one process, as a tabl
 
 test-gpu: $(STAMP)  ## needs a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+chaos: $(STAMP)  ## kill the processes of small runs at random moments, resume, check (ROUNDS=n)
+	@$(PY) -m tests.chaos --rounds $(or $(ROUNDS),10) $(ARGS)
 
 lint: $(STAMP)  ## ruff, spelling
 	@ruff check . && ruff format --check . && codespell
