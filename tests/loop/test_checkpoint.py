@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,3 +283,32 @@ def test_without_checksums_sizes_alone_are_compared(tmp_path: Path) -> None:
     (path / "trainer" / "weights").write_text("")
     with pytest.raises(ConfigError, match="0 of 1 bytes"):
         open_checkpoint(tmp_path)
+
+
+_FILLS = """
+import resource, sys
+from pathlib import Path
+from tests.loop.test_checkpoint import FakeSource, SETTINGS
+from vime.loop.cadence import StopRule
+from vime.loop.checkpoint import CheckpointWriting
+
+class Trainer:
+    def save(self, path):
+        path.mkdir()
+        (path / "weights").write_bytes(bytes(100_000))
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+try:
+    CheckpointWriting(Path(sys.argv[1]), 7, Trainer(), {}, StopRule(), SETTINGS, in_background=False)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_files_that_cannot_grow_end_the_save_and_leave_the_checkpoint_before_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    command = [sys.executable, "-c", _FILLS, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "File too large" in ended.stdout, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout_000001"]
+    assert open_checkpoint(tmp_path).skipped == []

@@ -15,7 +15,6 @@ import json
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +61,6 @@ class Journal:
         self._event = int(meta.get("event", 0))
         self.id = meta.get("id") or uuid.uuid4().hex
         """Names this journal in the checkpoints that belong to it."""
-        self.unsaved_reasons: Counter[str] = Counter()
-        """Why finished groups could not be kept for a resume."""
         if "id" not in meta:
             self.set_meta(id=self.id)
 
@@ -72,7 +69,7 @@ class Journal:
         """To look at alone: the calls that write fail. Raises: DataError if there is none, or it is damaged."""
         journal = cls.__new__(cls)
         journal.path, journal._lock, journal._keeps_payloads = path, threading.RLock(), False
-        journal._saved_version, journal.unsaved_reasons = 0, Counter()
+        journal._saved_version = 0
         journal._connection = open_to_read(path)
         meta = journal.meta()
         journal._event, journal.id = int(meta.get("event", 0)), meta.get("id", "")
@@ -337,7 +334,6 @@ class Journal:
         try:
             data = group_to_bytes(group)
         except (TypeError, ValueError, OverflowError) as error:  # a hook's value that JSON cannot hold
-            self.unsaved_reasons[str(error)] += 1
             self._note(group.group_id, "unsaved", f"a resume would generate it again: {error}")
             return
         self._execute(

@@ -120,10 +120,6 @@ class JournaledSource(DataSource):
             out = [held.to_json() for held in (*map(_Out, self._again), *self._out.values())]
             return {**inner, KEY: {"id": self.journal.id, "event": self.journal.sync(), "out": out}}
 
-    def state_with(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """`state`, which has all groups that are out. Args: groups: some of those."""
-        return self.state()
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `DataSource`. The journal forgets what came after the state."""
         mine = state.get(KEY)
