@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -184,6 +185,7 @@ class EngineLife:
         self._node_is_there, self._give_weights = node_is_there, give_weights
         self._fault, self._start_timeout_s = fault, start_timeout_s
         self._watching: Any = None
+        self._question: Future[bool] | None = None
         self._next_question = self._question_after_start()
 
     def start(self) -> None:
@@ -202,6 +204,7 @@ class EngineLife:
                 raise NodeLeft("its node has left the cluster") from error
             raise
         self._engine.move_to(url)
+        self._question = None  # of the server before
         self._next_question = self._question_after_start()
 
     def failure(self) -> str | None:
@@ -218,10 +221,22 @@ class EngineLife:
                 return f"its worker died ({error})"
             except RayTaskError as error:
                 return f"it cannot be watched: {error}"
-        if time.monotonic() < self._next_question:
-            return None
+        return self._what_the_question_said()
+
+    def _what_the_question_said(self) -> str | None:
+        """Now and then the engine core is asked for something, in a thread: a dead process is noticed meanwhile."""
         timeout_s = self._fault.rollout_health_check_timeout
-        is_mute = self._engine.is_mute(timeout_s)
+        if self._question is None and time.monotonic() >= self._next_question:
+            self._question = Future()
+            threading.Thread(
+                target=_ask,
+                args=(self._engine, timeout_s, self._question),
+                name=f"engine-{self._number}-question",
+                daemon=True,
+            ).start()
+        if self._question is None or not self._question.done():
+            return None
+        is_mute, self._question = self._question.result(), None
         self._next_question = time.monotonic() + max(self._fault.rollout_health_check_interval, timeout_s / 4)
         return (
             f"its workers have not answered for {timeout_s:g} s (--rollout-health-check-timeout)" if is_mute else None
@@ -271,6 +286,13 @@ class EngineLife:
         return (
             time.monotonic() + self._fault.rollout_health_check_first_wait + self._fault.rollout_health_check_interval
         )
+
+
+def _ask(engine: VllmEngine, timeout_s: float, question: Future[bool]) -> None:
+    try:
+        question.set_result(engine.is_mute(timeout_s))
+    except BaseException as error:
+        question.set_exception(error)
 
 
 def alive_nodes() -> Collection[str]:
