@@ -77,7 +77,7 @@ def test_three_steps_replay_what_the_engine_routed(
 def test_two_engines_and_an_engine_of_two_devices_say_what_they_routed(
     run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, per_engine: int
 ) -> None:
-    """A group's samples are of one engine each time, and workers of an engine route alike."""
+    """A group's samples are of one engine each time, and workers of an engine route alike; beside it, what top-k leaves."""
     at = grpo_flags.index("--eval-prompt-data")
     output = run_train(
         *grpo_flags[:at],
@@ -85,7 +85,7 @@ def test_two_engines_and_an_engine_of_two_devices_say_what_they_routed(
         *("--hf-checkpoint", str(save_tiny_model(tmp_path / "model", "qwen3_moe")), "--run-dir", str(tmp_path / "run")),
         *("--rollout-batch-size", "4", "--num-rollout", "2", "--weight-probe-interval", "0", "--lr-decay-iters", "4"),
         *("--use-rollout-routing-replay", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(per_engine)),
-        *("--num-cpus", "3", "--router-policy", "round_robin"),
+        *("--num-cpus", "3", "--router-policy", "round_robin", "--rollout-top-k", "4", "--rollout-top-p", "0.9"),
     )
     rows = steps(tmp_path / "run")
     assert [row["train/policy_version"] for row in rows] == [1, 2], output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from vime.engine.vllm import triton_interpreter
 from vime.engine.vllm.versions import adapter_for
 
 _MARK = "_vime_repacks_experts_on_reload"
@@ -18,10 +20,22 @@ def apply() -> None:
     adapter = adapter_for(vllm.__version__)
     if current_platform.is_cpu() and adapter.moe_reload_needs_fix:
         repack_experts_on_reload()
+    if triton_interpreter.is_wanted(os.environ):
+        choose_tokens_with_torch()
     if adapter.expert_names_need_fix:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         name_the_layer_of_experts(MoERunner)
+
+
+def choose_tokens_with_torch() -> None:
+    """vLLM 0.32.0 under Triton's interpreter: top-k and top-p by torch, as without Triton; they keep the same tokens.
+
+    The kernel calls a method of a number, which is one of Python's own under the interpreter and has none.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
 
 
 def repack_experts_on_reload() -> None:
