@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -33,9 +34,8 @@ def choose_tokens_with_torch() -> None:
 
     The kernel calls a method of a number, which is one of Python's own under the interpreter and has none.
     """
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    topk_topp_sampler.HAS_TRITON = False
+    sampler: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    sampler.HAS_TRITON = False
 
 
 def repack_experts_on_reload() -> None:
