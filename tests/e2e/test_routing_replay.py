@@ -77,7 +77,7 @@ def test_three_steps_replay_what_the_engine_routed(
 def test_two_engines_and_an_engine_of_two_devices_say_what_they_routed(
     run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, per_engine: int
 ) -> None:
-    """A group's samples are of one engine each time, and workers of an engine route alike; top-k and top-p beside it."""
+    """A group is sampled by one engine each time, and workers of an engine route alike; with top-k and top-p."""
     at = grpo_flags.index("--eval-prompt-data")
     output = run_train(
         *grpo_flags[:at],
