@@ -17,6 +17,7 @@ from vime.agreement.tokens import select
 from vime.config import Config
 from vime.config.dtype import run_dtype
 from vime.config.hf import read_model_config
+from vime.config.modes import samples_narrowly
 from vime.errors import ConfigError
 from vime.loop.staleness import version_after
 from vime.observability.rollout_file import read_rollout
@@ -43,10 +44,10 @@ def planned(
 def check_support(config: Config) -> None:
     """Raises: ConfigError if the run sampled from a part of the vocabulary."""
     rollout = config.rollout
-    if rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1:
+    if samples_narrowly(config):
         raise ConfigError(
-            f"the run sampled with --rollout-top-p {rollout.rollout_top_p} and --rollout-top-k "
-            f"{rollout.rollout_top_k}; log-probs over a part of the vocabulary are not compared"
+            f"the run sampled with --rollout-top-p {rollout.rollout_top_p}, --rollout-top-k {rollout.rollout_top_k} and "
+            f"--rollout-min-p {rollout.rollout_min_p}; log-probs over a part of the vocabulary are not compared"
         )
 
 
