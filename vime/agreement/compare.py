@@ -46,8 +46,8 @@ def check_support(config: Config) -> None:
     rollout = config.rollout
     if samples_narrowly(config):
         raise ConfigError(
-            f"the run sampled with --rollout-top-p {rollout.rollout_top_p}, --rollout-top-k {rollout.rollout_top_k} and "
-            f"--rollout-min-p {rollout.rollout_min_p}; log-probs over a part of the vocabulary are not compared"
+            f"the run sampled with --rollout-top-p {rollout.rollout_top_p}, --rollout-top-k {rollout.rollout_top_k} "
+            f"and --rollout-min-p {rollout.rollout_min_p}; log-probs over a part of the vocabulary are not compared"
         )
 
 
