@@ -311,8 +311,8 @@ class TrainBatch:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Further columns by name, [B] or [T]."""
     is_older: bool = False
-    """An earlier version of the policy than the trainer's sampled all tokens under mask 1; then the old log-probs are
-    `rollout_log_probs`."""
+    """An earlier version of the policy than the trainer's sampled all tokens under mask 1, with --fully-async some;
+    then the old log-probs are `rollout_log_probs`."""
     routed_experts: RoutedExperts | None = None
     """What --use-rollout-routing-replay has the trainer replay; None: experts are chosen by the trainer's router."""
     support: SamplingSupport | None = None

@@ -1,10 +1,11 @@
 """From nothing to a model that learned by reinforcement learning: the real pipeline on a CPU, in minutes.
 
-    python examples/quickstart/run.py [--seed 0] [--out runs/quickstart] [--one-step-ahead] [flags for the GRPO run]
+    python examples/quickstart/run.py [--seed 0] [--out runs/quickstart] [--one-step-ahead | --fully-async]
+                                      [flags for the GRPO run]
 
 Makes a tiny Qwen3 model and arithmetic problems, warms the model up by supervised training, runs GRPO with `train.py`
 (Megatron-core, vLLM behind vllm-router, Ray), and reports held-out accuracy before and after. With --one-step-ahead
-GRPO is run by `train_async.py`. Exits with 1 when the model did not learn.
+GRPO is run by `train_async.py`, with --fully-async by that with this flag. Exits with 1 when the model did not learn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ sys.path.insert(0, str(ROOT))  # so that the example also runs without an instal
 
 MAX_BEFORE, MIN_AFTER, MIN_GAIN = 0.5, 0.75, 0.25
 MAX_LOGPROB_ABS_DIFF = 1e-5  # float32 on both sides: mean of any step on the policy's own samples
-STAGES = ("rollout", "rollout_wait", "make_batch", "train", "save_model", "save_hf", "update_weights", "eval", "other")
+STAGES = ("rollout", "rollout_wait", "make_batch", "train", "save_model", "save_hf", "rollout_pause", "update_weights")
+STAGES += ("eval", "other")
 
 
 class MemoryWatch(threading.Thread):
@@ -139,7 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart")
-    parser.add_argument("--one-step-ahead", action="store_true", help="run GRPO by train_async.py")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--one-step-ahead", action="store_true", help="run GRPO by train_async.py")
+    order.add_argument("--fully-async", action="store_true", help="run GRPO by train_async.py --fully-async")
     options, grpo_flags = parser.parse_known_args()  # train.py refuses what it does not know
     say("a tiny Qwen3 learns two-digit addition by GRPO: Megatron-core trains, vLLM generates, on this CPU")
 
@@ -175,7 +179,8 @@ def main() -> None:
         *("--config", str(here / "grpo.yaml"), "--hf-checkpoint", str(out / "warm_model")),
         *("--prompt-data", str(train_data), "--eval-prompt-data", "heldout", str(heldout_data)),
         *("--run-dir", str(out / "grpo"), "--save-hf", str(out / "final_model"), *seeds, *grpo_flags),
-        program="train_async.py" if options.one_step_ahead else "train.py",
+        *(("--fully-async",) if options.fully_async else ()),
+        program="train_async.py" if options.one_step_ahead or options.fully_async else "train.py",
     )
     records = read_metrics(out / "grpo")
     check_loads(out / "final_model")

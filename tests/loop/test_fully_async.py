@@ -32,7 +32,7 @@ from vime.rollout.stale import StaleGroups
 from vime.rollout.stream import RolloutStream, StreamLimits
 from vime.types import Group, RolloutResult, VersionSpan
 
-WAIT_S = 60
+WAIT_S = 240
 BATCH = 2
 
 
@@ -90,7 +90,7 @@ class World:
     def make_batch(self, rollout_id: int, groups: list[Group]) -> Any:
         ages = [rollout_id + 1 - span.version for g in groups for s in g.samples for span in s.weight_versions]
         ids = [g.group_id for g in groups]
-        return SimpleNamespace(rollout_id=rollout_id, ids=ids, ages=ages, groups=groups), {}
+        return SimpleNamespace(rollout_id=rollout_id, ids=ids, ages=ages), {}
 
     def train(self, batch: Any) -> dict[str, float]:
         if batch.rollout_id == self.fail_training_at:
@@ -98,7 +98,6 @@ class World:
         self.calls.append(f"train {batch.rollout_id}")
         self.trained.append(batch.ids)
         self.ages.append(batch.ages)
-        self.source.trained(batch.rollout_id, batch.groups)
         return {"train/loss": 1.0, "train/step": float(batch.rollout_id)}
 
     def publish(self, version: int) -> int:
@@ -125,7 +124,14 @@ def run(
     saves = folder / "checkpoints" if cadence.get("saves") else None
     stage = RolloutStage(world.bench.context, world.source, {})
     stage.evaluate = world.evaluate  # type: ignore[method-assign]
-    keeper = CheckpointKeeper(world, world.source, world.stop, folder=saves, settings={})  # type: ignore[arg-type]
+    keeper = CheckpointKeeper(
+        world,  # type: ignore[arg-type]
+        world.source,
+        world.stop,
+        folder=saves,
+        settings={},
+        journaled=world.source,
+    )
     stages = Stages(
         rollout=stage,
         trainer=world,  # type: ignore[arg-type]
@@ -147,7 +153,7 @@ def run(
     recorder = Recorder(RunFolder(folder), RunProgress(num_rollout), writer, keep_rollouts=False)
     options = {"start": start, "eval_before": eval_before, "stop": world.stop}
     try:
-        run_fully_async(stages, stream, Cadence(num_rollout, **cadence), recorder, **options)
+        run_fully_async(stages, Cadence(num_rollout, **cadence), recorder, stream=stream, **options)
     finally:
         writer.close()
         world.pool.close()
@@ -202,7 +208,7 @@ def test_a_synchronous_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     rest = World(tmp_path / "rest")
     load_checkpoint(open_checkpoint(tmp_path / "checkpoints", 1), rest, rest.source, rest.stop)  # type: ignore[arg-type]
     stage = RolloutStage(rest.bench.context, rest.source, {})
-    keeper = CheckpointKeeper(rest, rest.source, rest.stop, folder=None, settings={})  # type: ignore[arg-type]
+    keeper = CheckpointKeeper(rest, rest.source, rest.stop, folder=None, settings={}, journaled=rest.source)  # type: ignore[arg-type]
     stages = Stages(rollout=stage, trainer=rest, publisher=rest, make_batch=rest.make_batch, checkpoints=keeper)  # type: ignore[arg-type]
     writer = JsonlWriter(tmp_path / "rest.jsonl")
     recorder = Recorder(RunFolder(tmp_path / "rest"), RunProgress(3), writer, keep_rollouts=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vime.protocols import Completion, GenerateRequest
 from vime.types import VersionSpan
 
-WAIT_S = 60  # for what comes at once, or never where something is wrong
+WAIT_S = 240  # for what comes at once, or never where something is wrong
 
 
 def log_prob_of(version: int, place: int) -> float:
@@ -64,10 +64,10 @@ class SteppedEngines:
         self.num_closed += 1
 
     def step(self, times: int = 1) -> None:
-        """A token for each request, `times` times; then everything that follows from it."""
+        """A token for each request, and then everything that follows from it; `times` times."""
         for _ in range(times):
             self.on_loop(self._step())
-        self.settle()
+            self.settle()
 
     def settle(self) -> None:
         """Return when the event loop has nothing to do but to wait for the test."""

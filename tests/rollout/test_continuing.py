@@ -11,7 +11,7 @@ import pytest
 from tests.rollout.stepped_engines import SteppedEngines, log_prob_of
 from vime.protocols import Completion, GenerateRequest, SamplingParams
 from vime.rollout.continuing import ContinuingEngines, joined, rest_of
-from vime.types import RoutedRows, VersionSpan
+from vime.types import RoutedRows, SamplingSupport, VersionSpan
 
 
 def request(name: str = "a", n: int = 1, prompt: int = 3, **sampling: object) -> GenerateRequest:
@@ -182,6 +182,18 @@ def test_experts_of_both_parts_are_joined() -> None:
     assert joined(first, part(0, None)).routed_experts is first.routed_experts
 
 
+def test_what_could_have_been_sampled_stays_with_its_tokens() -> None:
+    def part(rows: list[list[int]] | None, n: int) -> Completion:
+        support = None if rows is None else SamplingSupport.of(rows)
+        return Completion(
+            token_ids=(5,) * n, log_probs=(-1.0,) * n, finish_reason="abort", weight_versions=(), support=support
+        )
+
+    both = joined(part([[5, 6], [5]], 2), part([[4, 5]], 1)).support
+    assert both is not None and both.rows() == [[5, 6], [5], [4, 5]]
+    assert joined(part(None, 2), part(None, 1)).support is None
+
+
 def test_nothing_of_a_completion_is_forgotten_when_parts_are_joined() -> None:
-    known = {"token_ids", "log_probs", "finish_reason", "weight_versions", "routed_experts"}
+    known = {"token_ids", "log_probs", "finish_reason", "weight_versions", "support", "routed_experts"}
     assert {f.name for f in fields(Completion)} == known, "join the new field in vime/rollout/continuing.py, too"

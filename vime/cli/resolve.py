@@ -38,7 +38,7 @@ class Resolved:
     """The model's architecture in Megatron's names, as the checkpoint states it."""
 
 
-def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True, overlapped: bool = False) -> Resolved:
+def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True, overlapped: bool | None = None) -> Resolved:
     """Parse, fill in, cross-check. A `--help…` flag prints its table and exits.
 
     Args:
@@ -46,7 +46,7 @@ def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True, overl
         fetch: download a hub checkpoint, put its local folder in place of the name, and check that it is whole.
         here: whether the run is for this machine. If not, neither its devices nor its files of prompts count, and the
             platform is CUDA's unless another is named.
-        overlapped: whether it is for train_async.py.
+        overlapped: whether it is for train_async.py; None: for the program that can run it.
     Raises: ConfigError with every problem found.
     """
     print_help(argv)
@@ -63,7 +63,8 @@ def resolve(argv: Sequence[str], *, fetch: bool = True, here: bool = True, overl
         for g in parsed.given.values()
         if g.flag.owner == "megatron" and (g.flag.group == "Model" or g.flag.key in shape)
     )
-    facts = replace(_facts(config, platform, parsed, model, shape, claims), overlapped=overlapped)
+    facts = _facts(config, platform, parsed, model, shape, claims)
+    facts = replace(facts, overlapped=config.stream.fully_async if overlapped is None else overlapped)
     if not here:
         facts = replace(facts, devices=None, reads_prompt_files=False)
     misread = {_name_in(problem) for problem in parsed.problems}

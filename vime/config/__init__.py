@@ -21,6 +21,7 @@ from vime.config.sections import (
     SyncConfig,
     TrainConfig,
 )
+from vime.config.stream import StreamConfig
 from vime.config.teacher import TeacherConfig
 
 
@@ -40,6 +41,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     log: LogConfig = field(default_factory=LogConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +65,7 @@ __all__ = [
     "LogConfig",
     "RewardConfig",
     "RolloutConfig",
+    "StreamConfig",
     "SyncConfig",
     "TeacherConfig",
     "TrainConfig",

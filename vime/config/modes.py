@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vime.config import Config
 
+DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
 SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 
 

@@ -75,6 +75,8 @@ MINIMA: Mapping[str, float] = {
     "train.lr_warmup_init": 0,
     "train.seed": 0,
     "train.distributed_timeout_minutes": 1,
+    "stream.max_staleness": 0,
+    "stream.max_groups_in_flight": 1,
     "sync.update_weights_interval": 1,
     "sync.update_weight_buffer_size": 1,
     "sync.weight_probe_interval": 0,

@@ -27,6 +27,7 @@ from vime.config.modes import (
 )
 from vime.config.validate_correction import NOT_SUPERVISED
 from vime.config.validate_correction import RULES as CORRECTION_RULES
+from vime.config.validate_stream import RULES as STREAM_RULES
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
@@ -43,16 +44,6 @@ _CRITIC = tuple(f"critic.{field.name}" for field in fields(CriticConfig))
 _FAULT = tuple(f"fault.{field.name}" for field in fields(FaultConfig))
 # (settings, when nobody reads them, what to do about it)
 _RULES: tuple[Rule, ...] = (
-    (
-        ("rollout.mask_offpolicy_in_partial_rollout",),
-        lambda c: not c.rollout.partial_rollout,
-        "add --partial-rollout",
-    ),
-    (
-        ("rollout.partial_rollout",),
-        lambda c: c.rollout.over_sampling_batch_size is None,
-        "nothing is left over without --over-sampling-batch-size above --rollout-batch-size",
-    ),
     (("rollout.num_epoch",), lambda c: bool(c.rollout.num_rollout), "--num-rollout counts; give one of them"),
     (
         ("algo.kl_loss_type", "algo.ref_update_interval", "checkpoint.ref_load"),
@@ -377,6 +368,7 @@ _RULES: tuple[Rule, ...] = (
         "--disable-rewards-normalization already leaves rewards as they are",
     ),
     *CORRECTION_RULES,
+    *STREAM_RULES,
 )
 
 

@@ -36,6 +36,7 @@ from vime.config.validate_reward import check_reward
 from vime.config.validate_routing import check_rollout_routing_replay, check_routing_replay
 from vime.config.validate_sharing import check_sharing
 from vime.config.validate_stop import check_stop_rule
+from vime.config.validate_stream import check_stream
 from vime.config.validate_teacher import check_old_actor, check_teacher, teacher_is_served
 
 
@@ -102,6 +103,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_overlap(config.megatron),
         check_stop_rule(config, facts.metric_problem),
         check_loop(config, overlapped=facts.overlapped),
+        check_stream(config, overlapped=facts.overlapped),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         check_sharing(config, platform=facts.platform, turns_problem=facts.turns_problem),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),

@@ -53,6 +53,7 @@ def make_train_batch(
     hooks: BatchHooks | None = None,
     max_response_len: int | None = None,
     needs_support: bool = False,
+    mixes_versions: bool = False,
 ) -> tuple[TrainBatch, Metrics]:
     """Flatten a rollout into columns, ready to pack.
 
@@ -70,6 +71,7 @@ def make_train_batch(
         hooks: the run's own functions for columns, rewards and reduction.
         max_response_len: tokens a response may have; for --overlong-buffer-len.
         needs_support: the run samples from a part of the vocabulary.
+        mixes_versions: one token of an earlier version makes the rollout one of earlier versions; else all are.
 
     Returns: the batch and the rollout/* metrics that come from it. A fully masked sample stays, with weight 0. With
         sft_loss the advantages are 0 and a missing reward is NaN. With --kl-coef they are 0 until the trainer, which
@@ -137,7 +139,7 @@ def make_train_batch(
         global_batch_size=global_batch_size,
         truncated=columns["truncated"],
         extra=extra,
-        is_older=is_policy and are_older(samples, version_after(rollout_id - 1)),
+        is_older=is_policy and are_older(samples, version_after(rollout_id - 1), any_of_them=mixes_versions),
         routed_experts=routed,
         support=support,
     )

@@ -57,10 +57,10 @@ class Stream(Protocol):
 
 def run_fully_async(
     stages: Stages,
-    stream: Stream,
     cadence: Cadence,
     recorder: Recorder,
     *,
+    stream: Stream,
     start: int,
     eval_before: bool,
     stop: StopRule,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vime.loop.batch import make_train_batch
 from vime.loop.batch_hooks import BatchHooks
 from vime.loop.cadence import Cadence, StopRule
 from vime.loop.evaluation_only import run_evaluation_only
+from vime.loop.fully_async import run_fully_async
 from vime.loop.keeper import CheckpointKeeper, remove_leftovers
 from vime.loop.overlapped import run_overlapped
 from vime.loop.recorder import Copies, Recorder, RewardKeys
@@ -41,6 +43,7 @@ from vime.orchestration.journal import journaled_source
 from vime.orchestration.no_engines import NoEngines
 from vime.orchestration.run_plan import RunPlan, Started
 from vime.orchestration.sharing import start_sides
+from vime.orchestration.stream import make_stream
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
 from vime.protocols import DataSource, Engine, Engines, RolloutContext
@@ -48,6 +51,7 @@ from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import HeldOutSet, load_eval_sets
 from vime.rollout.stage import RolloutStage
+from vime.rollout.stream import RolloutStream
 from vime.rollout.teacher import ServedTeacher
 from vime.types import Group, Metrics, TrainBatch
 from vime.weight_sync import Route
@@ -121,7 +125,10 @@ def run_on(
     stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, started.route, source, turns, stack)
     with _naming_the_dead(fleet):
         recorder = _recorder(plan, writer, stack, fleet, stages.rollout, stages.publisher, trainer)
-        last = _loop(plan, stages, recorder, stop, num_rollout)
+        stream = None
+        if config.stream.fully_async and isinstance(rollout, RolloutStage):
+            stream = make_stream(config, context, rollout, source, num_rollout=num_rollout - plan.start)
+        last = _loop(plan, stages, recorder, stop, num_rollout, stream)
     if last < plan.start and config.checkpoint.save_hf is not None:
         if turns is not None:
             turns.to_training(weights_follow=True)
@@ -227,6 +234,7 @@ def _build_stages(
             hooks=hooks,
             max_response_len=config.rollout.rollout_max_response_len,
             needs_support=modes.samples_narrowly(config),
+            mixes_versions=config.stream.fully_async,
         )
 
     return Stages(
@@ -284,7 +292,14 @@ def _keeper(
     )
 
 
-def _loop(plan: RunPlan, stages: Stages, recorder: Recorder, stop: StopRule, num_rollout: int) -> int:
+def _loop(
+    plan: RunPlan,
+    stages: Stages,
+    recorder: Recorder,
+    stop: StopRule,
+    num_rollout: int,
+    stream: RolloutStream | None,
+) -> int:
     config = plan.config
     evaluates = plan.generates and has_eval_sets(config)
     cadence = Cadence(
@@ -304,6 +319,8 @@ def _loop(plan: RunPlan, stages: Stages, recorder: Recorder, stop: StopRule, num
             run_evaluation_only(stages.rollout, recorder, rollout_id=plan.start - 1)
         return plan.start - 1
     loop = run_overlapped if plan.overlapped else run_sync
+    if stream is not None:
+        loop = partial(run_fully_async, stream=stream)
     return loop(
         stages,
         cadence,

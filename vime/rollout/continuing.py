@@ -20,7 +20,7 @@ from vime.errors import EngineError
 from vime.protocols import Completion, Engines, GenerateRequest
 from vime.rollout.gate import Gate
 from vime.rollout.generate import request_seed
-from vime.types import RoutedRows, VersionSpan
+from vime.types import RoutedRows, SamplingSupport, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ def joined(first: Completion, rest: Completion) -> Completion:
         log_probs=first.log_probs + rest.log_probs,
         finish_reason=rest.finish_reason,
         weight_versions=tuple(spans),
+        support=SamplingSupport.joined([(offset, first.support), (len(rest.token_ids), rest.support)]),
         routed_experts=_joined_rows(first, rest),
     )
 

@@ -200,9 +200,6 @@ class RolloutStream:
         while True:
             await self._changed.until(lambda: self._room(runner) > 0)
             for group in take_groups(self._source, self._room(runner)):
-                if group.is_finished:  # before the run was resumed
-                    self._sort_in(Outcome(group, fresh=group))
-                    continue
                 self._kept.stats.start(group)
                 runner.start(group)
             self._note()
@@ -214,14 +211,9 @@ class RolloutStream:
             outcome = await runner.next_outcome()
             if outcome.is_aborted:
                 self._source.put_back([self._kept.retry(outcome)])
-            else:
-                self._sort_in(outcome)
+            elif self._kept.add(outcome):
+                self._finished.append(self._checked(outcome))
             self._note()
-
-    def _sort_in(self, outcome: Outcome) -> None:
-        """A group that has ended waits for the trainer, or is written off. Raises: as `Kept.add` and `_checked`."""
-        if self._kept.add(outcome):
-            self._finished.append(self._checked(outcome))
 
     def _room(self, runner: GroupRunner) -> int:
         """Groups that may be begun now, by the bounds; none where the run needs no more.
@@ -293,11 +285,10 @@ class RolloutStream:
             self._note()
 
     async def _pause(self) -> None:
-        if self._limits.in_flight:
-            await self._engines.interrupt()
-        else:
+        if not self._limits.in_flight:
             self._gate.shut()
             await self._gate.emptied()
+        await self._engines.interrupt()  # between samples, too: a reward may ask the engines
         self._gauges.end_span()
 
     async def _resume(self, version: PolicyVersion) -> None:

@@ -316,7 +316,6 @@ class RouterClient:
         if not request_ids:
             return
         body = {"request_ids": [self._adapter.abort_id(request_id) for request_id in request_ids]}
-        session = self._session()
 
         async def abort_on(url: str) -> None:
             try:
@@ -327,7 +326,9 @@ class RouterClient:
             except aiohttp.ClientError as error:
                 raise EngineError(f"{url}/abort_requests: no answer ({error})") from error
 
-        results = await asyncio.gather(*map(abort_on, self._engine_urls), return_exceptions=True)
+        # Connections of their own: aborts must not wait for the requests that they end.
+        async with aiohttp.ClientSession(headers=self._headers) as session:
+            results = await asyncio.gather(*map(abort_on, self._engine_urls), return_exceptions=True)
         if errors := [result for result in results if isinstance(result, BaseException)]:
             raise errors[0]
 
@@ -349,7 +350,7 @@ class RouterClient:
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            for old in [old for old in self._sessions if old.is_closed()]:
+            for old in [old for old in list(self._sessions) if old.is_closed()]:
                 self._sessions.pop(old).detach()  # its loop ended without aclose; nothing can be awaited there any more
             self._sessions[loop] = aiohttp.ClientSession(
                 headers=self._headers,
