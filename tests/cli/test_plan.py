@@ -190,3 +190,22 @@ def test_larger_groups_of_micro_batches_keep_more_activations(capsys, recipe):
     _, fours = as_json(capsys, *virtual, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
     less, more = (got["devices"][0]["moments_bytes"]["activations"] for got in (pairs, fours))
     assert fours["division"]["group"] == 4 and 6 / 5 < more / less < 7 / 5  # stages in flight, and what works beside
+
+
+def test_a_critic_on_devices_of_its_own_has_a_table_of_its_own(capsys, recipe):
+    ppo = ["--config", str(recipe), "--advantage-estimator", "ppo", "--device-memory-gib", "140"]
+    _, in_turn = as_json(capsys, *ppo)
+    code, apart = as_json(capsys, *ppo, "--critic-num-gpus-per-node", "4", "--critic-pipeline-model-parallel-size", "1")
+    assert code == 0 and "critic_devices" not in in_turn
+    of_policy, of_critic = apart["devices"][0]["parts_bytes"], apart["critic_devices"]
+    assert of_policy["critic and its gradients"] == 0 < in_turn["devices"][0]["parts_bytes"]["critic and its gradients"]
+    assert len(of_critic) == 1 and of_critic[0]["total_bytes"] == sum(of_critic[0]["parts_bytes"].values())
+    main(["plan", *ppo, "--critic-num-gpus-per-node", "4", "--device-memory-gib", "20"])
+    out = capsys.readouterr().out
+    assert "GiB of a critic's device" in out and "does not fit: a device of the critic's own needs" in out
+
+
+def test_a_layout_that_the_critics_ranks_cannot_have_is_refused(capsys, recipe):
+    flags = ["--advantage-estimator", "ppo", "--critic-num-gpus-per-node", "3", "--device-memory-gib", "140"]
+    assert main(["plan", "--config", str(recipe), *flags]) == 2
+    assert "the critic's 3 ranks" in capsys.readouterr().err

@@ -1,17 +1,24 @@
 """PPO's critic: what contradicts it is refused before anything starts."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from vime.config import AlgoConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig, TrainConfig
+from vime.config import AlgoConfig, CheckpointConfig, ClusterConfig, Config, CriticConfig, RolloutConfig, TrainConfig
+from vime.config.critic_ranks import CriticRanks, critic_layout, critic_ranks
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
-from vime.config.validate_critic import check_critic
+from vime.config.validate_critic import check_critic as check_critic_of
 
 PPO = Config(algo=AlgoConfig(advantage_estimator="ppo"), rollout=RolloutConfig(num_rollout=10))
+
+
+def check_critic(config: Config, shape: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
+    return check_critic_of(config, shape, on_cpu=True)
 
 
 def critic(**settings: Any) -> Config:
@@ -51,6 +58,58 @@ def test_a_stop_metric_must_be_there_while_the_critic_is_trained_alone(metric: s
     best = replace(critic(num_critic_only_steps=2), checkpoint=CheckpointConfig(keep_best_checkpoint=f"{metric}:min"))
     assert [p.split(",")[0] for p in check_critic(best)] == [f"--keep-best-checkpoint is {metric}"] * is_refused
     assert list(check_critic(replace(config, critic=CriticConfig()))) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, None),
+        ({"critic_num_gpus_per_node": 2}, CriticRanks(1, 2)),
+        ({"critic_num_nodes": 3}, CriticRanks(3, 4)),
+        ({"critic_num_nodes": 2, "critic_num_gpus_per_node": 1}, CriticRanks(2, 1)),
+    ],
+)
+def test_a_critic_has_devices_of_its_own_where_they_are_given(
+    settings: dict[str, Any], ranks: CriticRanks | None
+) -> None:
+    config = replace(critic(**settings), cluster=ClusterConfig(actor_num_gpus_per_node=4, ray_address="x:1"))
+    assert critic_ranks(config) == ranks
+    assert critic_ranks(replace(config, algo=AlgoConfig())) is None
+    assert list(check_critic(config)) == []
+
+
+def test_the_critics_ranks_are_divided_as_the_policys_unless_told() -> None:
+    megatron = {"tensor_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "lr": 1e-3}
+    assert critic_layout(megatron, CriticConfig()) == megatron
+    own = critic_layout(
+        megatron, CriticConfig(critic_tensor_model_parallel_size=1, critic_pipeline_model_parallel_size=2)
+    )
+    assert own == {
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "pipeline_model_parallel_size": 2,
+        "lr": 1e-3,
+    }
+    assert critic_layout({}, CriticConfig(critic_tensor_model_parallel_size=4))["sequence_parallel"]
+
+
+def test_a_layout_that_the_critics_ranks_cannot_have_is_named() -> None:
+    config = replace(critic(critic_num_gpus_per_node=3), megatron={"tensor_model_parallel_size": 2})
+    (problem,) = check_critic(config, {"num_attention_heads": 4})
+    assert problem.startswith("the critic's 3 ranks of its own") and "does not divide the 3 training ranks" in problem
+    own = replace(config, critic=replace(config.critic, critic_tensor_model_parallel_size=3))
+    (problem,) = check_critic(own, {"num_attention_heads": 4})
+    assert "does not divide the model's 4 attention heads" in problem
+
+
+def test_a_critic_on_several_nodes_needs_a_cluster() -> None:
+    (problem,) = check_critic(critic(critic_num_nodes=2))
+    assert problem.startswith("--critic-num-nodes is 2, but the Ray that is started here has one node")
+
+
+def test_a_layout_of_its_own_needs_devices_of_its_own() -> None:
+    (problem,) = check_critic(critic(critic_context_parallel_size=2))
+    assert problem.startswith("--critic-context-parallel-size is of a critic on devices of its own")
 
 
 def test_a_warm_up_must_end_before_the_decay() -> None:

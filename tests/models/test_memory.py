@@ -7,7 +7,16 @@ import pytest
 from tests.models.shapes import GLM_45_AIR, QWEN3_06B, QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_30B_6_LAYERS
 from vime.models.activations import Recompute, layer_numbers, stage_numbers, stages_in_flight
 from vime.models.division import Division
-from vime.models.memory import GIB, MIB, Engine, Training, engine_cache_tokens, estimate
+from vime.models.memory import (
+    GIB,
+    MIB,
+    Engine,
+    Training,
+    engine_cache_tokens,
+    estimate,
+    estimate_critic,
+    head_bytes,
+)
 from vime.models.parameters import parameters
 
 FULL = Recompute(granularity="full", method="uniform")
@@ -43,6 +52,26 @@ def test_a_critic_is_a_second_model_without_the_rows_of_a_vocabulary_head():
     assert parts(QWEN3_06B, has_critic=True)[model] == 6 * tied
     stages = estimate(QWEN3_06B, Division(pipeline=2), Training(has_critic=True))
     assert sum(stage.parts[state] for stage in stages) == 12 * tied
+
+
+def test_a_critic_alone_on_its_devices_has_neither_policy_nor_logits_nor_weights_to_send():
+    together = parts(QWEN3_8B, has_critic=True)
+    (alone,) = estimate_critic(QWEN3_8B, Division(), Training())
+    for name in ("critic and its gradients", "critic's optimizer state"):
+        assert alone.parts[name] == together[name]
+    assert set(alone.parts) == {
+        "critic and its gradients",
+        "critic's optimizer state",
+        "working memory",
+        "driver, NCCL, allocator",
+    }
+    assert "weight sync" not in alone.moments
+    (policy,) = estimate(QWEN3_8B, Division(), Training())
+    assert alone.moments["forward alone"] == policy.moments["forward alone"] - head_bytes(
+        QWEN3_8B, Division(), Training()
+    )
+    halves = estimate_critic(QWEN3_8B, Division(data=2), Training())
+    assert halves[0].parts["critic's optimizer state"] == pytest.approx(together["critic's optimizer state"] / 2, abs=1)
 
 
 def test_optimizer_state_is_shared_by_the_ranks_with_the_same_parameters():

@@ -113,7 +113,7 @@ def test_every_part_has_its_track_and_samples_share_lanes(tmp_path):
     assert named(events, "sample 8") == [], "another run made it"
     assert lives[0]["args"]["reward"] == "nan", "JSON has no NaN"
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
-    assert names == {(1, "loop"), (2, "trainer"), (4, "samples"), (5, "held-out samples")}
+    assert names == {(1, "loop"), (2, "trainer"), (5, "samples"), (6, "held-out samples")}
 
 
 def test_what_ran_beside_the_stages_has_a_track_and_its_samples_are_there(tmp_path):

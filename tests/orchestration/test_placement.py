@@ -1,6 +1,7 @@
 import pytest
 
 from vime.config import ClusterConfig
+from vime.config.critic_ranks import CriticRanks
 from vime.errors import ConfigError
 from vime.orchestration.cluster import in_device_order
 from vime.orchestration.engine_settings import engine_environment
@@ -63,6 +64,20 @@ def test_a_run_without_a_trainer_has_as_many_engines_as_one_with_it() -> None:
     assert plan_layout(ClusterConfig(), with_engines=False, with_trainer=False).num_devices == 0
 
 
+def test_a_critic_of_its_own_devices_comes_behind_all_others() -> None:
+    own = CriticRanks(nodes=2, per_node=2)
+    cluster = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
+    separate = plan_layout(cluster, with_engines=True, critic=own)
+    assert separate.trainer_devices == (0, 1) and separate.engine_devices == ((2,),)
+    assert separate.critic_devices == ((3, 4), (5, 6)) and separate.critic_ranks == (3, 4, 5, 6)
+    assert separate.num_devices == 7
+    shared = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, colocate=True), with_engines=True, critic=own)
+    assert shared.engine_devices == ((0,), (1,)) and shared.critic_ranks == (2, 3, 4, 5)
+    alone = plan_layout(cluster, with_engines=False, critic=own)
+    assert alone.critic_ranks == (2, 3, 4, 5) and alone.training_devices == (0, 1, 2, 3, 4, 5)
+    assert plan_layout(cluster, with_engines=True, with_trainer=False, critic=own).critic_devices == ()
+
+
 def node(last: int, devices: int) -> Node:
     return Node(f"id-{last}", f"10.0.0.{last}", devices)
 
@@ -79,8 +94,8 @@ def test_nodes_are_filled_in_the_order_of_their_addresses_the_trainer_first() ->
     cluster = ClusterConfig(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=3)
     placement = placed(cluster, node(10, 4), node(9, 2), node(2, 3))
     assert homes(placement) == [2, 2, 9, 9, 2, 10, 10]
-    assert [placement.ranks_on_node(rank) for rank in range(4)] == [2, 2, 2, 2]
-    assert not placement.trainer_is_on_one_node
+    assert [placement.ranks_on_node(device) for device in range(4)] == [2, 2, 2, 2]
+    assert not placement.are_on_one_node(placement.layout.trainer_devices)
     assert not placement.engines_share_the_senders_node
     assert placement.host(2) == "10.0.0.9"
 
@@ -88,7 +103,7 @@ def test_nodes_are_filled_in_the_order_of_their_addresses_the_trainer_first() ->
 def test_trainer_and_engines_on_a_node_each_when_a_node_has_one_device() -> None:
     placement = placed(ClusterConfig(), node(1, 1), node(2, 1))
     assert homes(placement) == [1, 2]
-    assert placement.trainer_is_on_one_node
+    assert placement.are_on_one_node(placement.layout.trainer_devices)
     assert not placement.engines_share_the_senders_node
     assert [placement.host(device) for device in (0, 1)] == ["10.0.0.1", "10.0.0.2"]
 
@@ -106,6 +121,20 @@ def test_colocated_engines_are_where_their_ranks_are() -> None:
     placement = placed(ClusterConfig(actor_num_nodes=2, colocate=True), node(1, 1), node(2, 1))
     assert homes(placement) == [1, 2]
     assert placement.layout.engine_devices == ((0,), (1,))
+
+
+def test_a_critic_gets_nodes_before_the_engines_and_may_share_one_with_the_trainer() -> None:
+    cluster = ClusterConfig(actor_num_gpus_per_node=2)
+    layout = plan_layout(cluster, with_engines=True, critic=CriticRanks(nodes=2, per_node=1))
+    placement = place(layout, cluster, [node(1, 3), node(2, 2)], node(1, 0))
+    assert homes(placement) == [1, 1, 2, 1, 2]  # trainer, engine, critic
+    assert [placement.ranks_on_node(device) for device in range(5)] == [3, 3, 1, 3, 1]
+    assert not placement.are_on_one_node(layout.critic_ranks)
+    assert placement.are_on_one_node(layout.trainer_devices)
+    with pytest.raises(ConfigError, match=r"the critic needs 2 node\(s\) with 1 device\(s\) each .*10.0.0.1: 4"):
+        place(layout, cluster, [node(1, 4)], node(1, 0))
+    with pytest.raises(ConfigError, match=r"\(2 to train, 1 for engines, 2 for the critic\)"):
+        place(layout, cluster, [node(1, 3), node(2, 1)], node(1, 0))
 
 
 @pytest.mark.parametrize(

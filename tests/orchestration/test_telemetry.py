@@ -18,13 +18,13 @@ def test_spans_of_several_sources_share_the_track_of_their_engine(tmp_path):
     folder = RunFolder(tmp_path)
     config = Config(log=LogConfig(trace=True, trace_max_mib=1))
     sources = [lambda: [[at("commit")], [at("commit")]], lambda: [], lambda: [[at("rollout")]]]
-    tracer = make_tracer(config, folder, 7, trainer=None, engines=sources)
+    tracer = make_tracer(config, folder, 7, trainer=None, critic=None, engines=sources)
     tracer.step([at("rollout")])
     tracer.close()
     events = json.loads((tmp_path / "trace_000007.json").read_text())
-    tracks = sorted((e["tid"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == 3)
+    tracks = sorted((e["tid"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == 4)
     assert tracks == [(1, "commit"), (1, "rollout"), (101, "commit")]
-    assert make_tracer(Config(), folder, 0, trainer=None, engines=[]) is None
+    assert make_tracer(Config(), folder, 0, trainer=None, critic=None, engines=[]) is None
 
 
 def test_a_run_without_engines_has_no_meter():

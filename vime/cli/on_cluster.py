@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vime.cli.resolve import resolve
 from vime.config import Config, modes
+from vime.config.critic_ranks import critic_ranks
 from vime.errors import ConfigError
 from vime.orchestration.placement import Node, Placement, place, plan_layout
 
@@ -21,7 +22,10 @@ def resolve_on(words: Sequence[str], *, nodes: int, devices_per_node: int) -> tu
         raise ConfigError(f"a run on {nodes} nodes joins a Ray cluster; give --ray-address (docs/multi_node.md)")
     external = bool(config.cluster.rollout_external_engine_addrs)
     layout = plan_layout(
-        config.cluster, with_engines=modes.generates(config) and not external, with_trainer=modes.trains(config)
+        config.cluster,
+        with_engines=modes.generates(config) and not external,
+        with_trainer=modes.trains(config),
+        critic=critic_ranks(config),
     )
     cluster = [Node(f"node {n}", f"10.0.0.{n + 1}", devices_per_node) for n in range(nodes)]
     return config, place(layout, config.cluster, cluster, cluster[0])

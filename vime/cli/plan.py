@@ -12,6 +12,7 @@ from pathlib import Path
 from vime.cli.parse import Catalogue, parse
 from vime.cli.resolve import build_config
 from vime.config import Config
+from vime.config.critic_ranks import critic_layout, critic_ranks
 from vime.config.dtype import run_dtype, training_dtype_problem
 from vime.config.hf import read_model_config
 from vime.config.modes import generates, trains
@@ -26,7 +27,7 @@ from vime.models import ModelSettings, family_of
 from vime.models.division import Division
 from vime.models.memory import GIB, DeviceMemory, Engine, Training, engine_cache_tokens, engine_room_bytes, estimate
 from vime.models.parameters import parameters
-from vime.models.run_memory import division_of, need_of, training_of, wishes_of
+from vime.models.run_memory import critic_memory, division_of, need_of, training_of, wishes_of
 from vime.models.sharing import ASLEEP_BYTES, Sharing, allowed_ways, decide
 
 _UTILIZATION = 0.92  # vLLM's own default
@@ -51,6 +52,8 @@ class Plan:
     ranks_per_node: int
     notes: tuple[str, ...] = ()
     """What a user may not have meant, in sentences."""
+    critic_devices: tuple[DeviceMemory, ...] = ()
+    """Of a critic on devices of its own, one of each of its pipeline ranks."""
 
     @property
     def host_bytes(self) -> int:
@@ -64,6 +67,12 @@ class Plan:
         if device_bytes is not None and fullest.total > device_bytes:
             found.append(
                 f"a device of pipeline rank {fullest.pipeline_rank} needs {_gib(fullest.total)} GiB, "
+                f"{_gib(fullest.total - device_bytes)} GiB more than it has"
+            )
+        fullest = max(self.critic_devices, key=lambda d: d.total, default=fullest)
+        if device_bytes is not None and self.critic_devices and fullest.total > device_bytes:
+            found.append(
+                f"a device of the critic's own needs {_gib(fullest.total)} GiB, "
                 f"{_gib(fullest.total - device_bytes)} GiB more than it has"
             )
         if host_bytes is not None and self.host_bytes > host_bytes:
@@ -105,7 +114,8 @@ def run(argv: Sequence[str]) -> int:
         for problem in problems:
             print(f"does not fit: {problem}")
         if device is not None and not problems:
-            print(f"fits: {_gib(device - max(d.total for d in plan.devices))} GiB are left on the fullest device")
+            fullest = max(d.total for d in (*plan.devices, *plan.critic_devices))
+            print(f"fits: {_gib(device - fullest)} GiB are left on the fullest device")
     return 1 if problems else 0
 
 
@@ -119,6 +129,9 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     """
     world = training_ranks(config)
     problems = list(parallel_sizes(config.megatron).problems(world, model.transformer))
+    if (own := critic_ranks(config)) is not None:
+        sizes = parallel_sizes(critic_layout(config.megatron, config.critic))
+        problems += [f"the critic's {own.total} ranks: {p}" for p in sizes.problems(own.total, model.transformer)]
     problems += check_recompute(config, model.transformer, stage_layers(config, model.transformer))
     if problems:
         raise ConfigError(problems)
@@ -149,7 +162,8 @@ def make_plan(config: Config, model: ModelSettings, dtype: str, *, device_bytes:
     if sharing is not None and sharing.engines_sleep:
         devices = [_in_turns(device, trainer_leaves=sharing.trainer_leaves) for device in devices]
     ranks_per_node, notes = config.cluster.actor_num_gpus_per_node, _notes(config, dtype)
-    return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node, notes)
+    critic = tuple(critic_memory(config, model, dtype))
+    return Plan(model, division, training, tuple(devices), engine, sharing, refusal, ranks_per_node, notes, critic)
 
 
 def _notes(config: Config, dtype: str) -> tuple[str, ...]:
@@ -248,22 +262,9 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
         f"{plan.training.tokens} tokens a micro-batch",
         *plan.notes,
     ]
-    columns = "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in plan.devices)
-    rows = []
-    for name in plan.devices[0].parts:
-        rows.append((name, [device.parts[name] for device in plan.devices]))
-        if name == "working memory":
-            moments = [device.moments for device in plan.devices]
-            rows += [(f"- {moment}", [m[moment] for m in moments]) for moment in moments[0]]
-    rows.append(("total", [device.total for device in plan.devices]))
-    if device_bytes is not None:
-        rows.append(("device memory", [device_bytes] * len(plan.devices)))
-    head = "GiB of one device"
-    width = max(len(head), *(len(name) + 2 for name, _ in rows))
-    lines.append(head.ljust(width) + columns)
-    lines += [
-        "  " + name.ljust(width - 2) + "".join(f"{_gib(v):>14}" for v in values) for name, values in rows if any(values)
-    ]
+    lines += _rows(plan.devices, "GiB of one device", device_bytes)
+    if plan.critic_devices:
+        lines += _rows(plan.critic_devices, "GiB of a critic's device", device_bytes)
     lines.append(f"host memory of a training node: {_gib(plan.host_bytes)} GiB for {plan.ranks_per_node} ranks")
     if plan.engine is not None:
         tokens = engine_cache_tokens(plan.model, plan.engine, plan.training.dtype)
@@ -273,28 +274,56 @@ def _table(plan: Plan, device_bytes: int | None) -> list[str]:
     return lines
 
 
+def _rows(devices: Sequence[DeviceMemory], head: str, device_bytes: int | None) -> list[str]:
+    """A row for each part, a column for each pipeline rank."""
+    columns = "".join(f"{'pipeline ' + str(x.pipeline_rank):>14}" for x in devices)
+    rows = []
+    for name in devices[0].parts:
+        rows.append((name, [device.parts[name] for device in devices]))
+        if name == "working memory":
+            moments = [device.moments for device in devices]
+            rows += [(f"- {moment}", [m[moment] for m in moments]) for moment in moments[0]]
+    rows.append(("total", [device.total for device in devices]))
+    if device_bytes is not None:
+        rows.append(("device memory", [device_bytes] * len(devices)))
+    width = max(len(head), *(len(name) + 2 for name, _ in rows))
+    return [
+        head.ljust(width) + columns,
+        *(
+            "  " + name.ljust(width - 2) + "".join(f"{_gib(v):>14}" for v in values)
+            for name, values in rows
+            if any(values)
+        ),
+    ]
+
+
 def _as_json(plan: Plan, problems: Sequence[str]) -> str:
     return json.dumps(
         {
             "parameters": parameters(plan.model).total,
             "division": asdict(plan.division),
             "training": asdict(plan.training),
-            "devices": [
-                {
-                    "pipeline_rank": device.pipeline_rank,
-                    "parameters": device.parameters.total,
-                    "parts_bytes": dict(device.parts),
-                    "moments_bytes": dict(device.moments),
-                    "total_bytes": device.total,
-                }
-                for device in plan.devices
-            ],
+            "devices": _devices_as_json(plan.devices),
+            **({"critic_devices": _devices_as_json(plan.critic_devices)} if plan.critic_devices else {}),
             "host_bytes_per_node": plan.host_bytes,
             "notes": list(plan.notes),
             "problems": list(problems),
         },
         indent=2,
     )
+
+
+def _devices_as_json(devices: Sequence[DeviceMemory]) -> list[dict[str, object]]:
+    return [
+        {
+            "pipeline_rank": device.pipeline_rank,
+            "parameters": device.parameters.total,
+            "parts_bytes": dict(device.parts),
+            "moments_bytes": dict(device.moments),
+            "total_bytes": device.total,
+        }
+        for device in devices
+    ]
 
 
 def _gib(num_bytes: float) -> str:

@@ -11,6 +11,25 @@ from vime.config.schema import setting
 class CriticConfig:
     """The critic of PPO and the advantages made of its values; read with --advantage-estimator ppo alone."""
 
+    critic_num_nodes: int | None = setting(
+        None,
+        "nodes with devices of the critic's own; default: 1 with --critic-num-gpus-per-node, else the critic takes "
+        "turns with the policy on the training devices",
+    )
+    critic_num_gpus_per_node: int | None = setting(
+        None,
+        "the critic's own devices per node (on the CPU platform, processes); default: with --critic-num-nodes as many "
+        "as --actor-num-gpus-per-node",
+    )
+    critic_tensor_model_parallel_size: int | None = setting(
+        None, "of the critic on devices of its own, with sequence parallel where above 1; default: the policy's layout"
+    )
+    critic_pipeline_model_parallel_size: int | None = setting(
+        None, "of the critic on devices of its own, its layers cut evenly; default: the policy's layout"
+    )
+    critic_context_parallel_size: int | None = setting(
+        None, "of the critic on devices of its own; default: the policy's"
+    )
     critic_load: str | None = setting(
         None, "HF checkpoint the critic starts from, with or without a value head (score.weight); default: the policy's"
     )

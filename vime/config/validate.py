@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.config import Config
+from vime.config import Config, TrainConfig
+from vime.config.critic_ranks import critic_layout, critic_ranks
 from vime.config.modes import engines_return_support, evaluates_without_trainer, reads_prompts, trains
-from vime.config.parallel import parallel_sizes
+from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.config.ranges import check_ranges
 from vime.config.unread import unread_settings
 from vime.config.unread_megatron import unread_megatron_settings
@@ -84,7 +85,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         _batch_sizes(config),
         check_algorithm(config),
         check_correction(config),
-        check_critic(config),
+        check_critic(config, facts.shape, on_cpu=facts.platform == "cpu"),
         check_teacher(config),
         check_old_actor(config, overlapped=facts.overlapped),
         parallel_sizes(config.megatron).problems(training_ranks(config), facts.shape, on_cpu=facts.platform == "cpu"),
@@ -219,20 +220,29 @@ def _batch_sizes(config: Config) -> Iterator[str]:
             )
             return
     step_size = batch if batch else samples // (steps or 1)
-    sizes = parallel_sizes(config.megatron)
-    if training_ranks(config) < 1 or sizes.model < 1 or training_ranks(config) % sizes.model:
+    yield from _step_problems(step_size, train, parallel_sizes(config.megatron), training_ranks(config), "")
+    if (own := critic_ranks(config)) is not None:
+        sizes = parallel_sizes(critic_layout(config.megatron, config.critic))
+        yield from _step_problems(step_size, train, sizes, own.total, "of the critic's own ")
+
+
+def _step_problems(
+    step_size: int, train: TrainConfig, sizes: ParallelSizes, world_size: int, whose: str
+) -> Iterator[str]:
+    """Whether an optimizer step's samples can be shared out over data-parallel ranks."""
+    if world_size < 1 or sizes.model < 1 or world_size % sizes.model:
         return  # said elsewhere
-    ranks = training_ranks(config) // sizes.model
+    ranks = world_size // sizes.model
     if not train.use_dynamic_batch_size and train.micro_batch_size > 0:
         unit = ranks * train.micro_batch_size
         if step_size % unit:
             yield (
-                f"an optimizer step has {step_size} samples, but {ranks} data-parallel ranks x --micro-batch-size "
-                f"{train.micro_batch_size} = {unit} do not divide it; use a multiple of {unit} per step, or "
-                "--use-dynamic-batch-size"
+                f"an optimizer step has {step_size} samples, but {ranks} {whose}data-parallel ranks x "
+                f"--micro-batch-size {train.micro_batch_size} = {unit} do not divide it; use a multiple of {unit} per "
+                "step, or --use-dynamic-batch-size"
             )
     elif step_size < ranks:
-        yield f"an optimizer step has {step_size} samples for {ranks} data-parallel ranks; use {ranks} or more"
+        yield f"an optimizer step has {step_size} samples for {ranks} {whose}data-parallel ranks; use {ranks} or more"
 
 
 def _divisors(total: int, near: int) -> str:

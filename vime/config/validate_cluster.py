@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vime.config import ClusterConfig, Config
+from vime.config.critic_ranks import critic_ranks
 from vime.config.modes import generates, trains
 
 
@@ -61,11 +62,14 @@ def check_cluster(config: Config, *, platform: str, transports: Sequence[str], d
         )
     if not trains(config):
         ranks = 0
-    needed = max(ranks, engines) if cluster.colocate else ranks + engines
+    own = critic_ranks(config) if ranks else None
+    critic = 0 if own is None else own.total
+    needed = critic + (max(ranks, engines) if cluster.colocate else ranks + engines)
     if devices is not None and needed > devices:
         yield (
             f"the run needs {needed} devices ({ranks} to train, {engines} for engines"
-            f"{', shared' if cluster.colocate else ''}), but this node has {devices}; use fewer, or --colocate"
+            f"{', shared' if cluster.colocate else ''}{f', {critic} for the critic' if critic else ''}), but this node "
+            f"has {devices}; use fewer, or --colocate"
         )
 
 

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from vime.batch_columns import POLICY_VERSIONS, TEACHER_LOG_PROBS
 from vime.config import AlgoConfig, TrainConfig
 from vime.config.parallel import ParallelSizes
-from vime.data.packing import plan_steps, step_ids
+from vime.data.packing import step_ids
 from vime.errors import ConfigError, DataError
 from vime.loop.batch_hooks import BatchHooks
+from vime.loop.batch_plan import BatchPlanner
 from vime.loop.columns import (
     check_own_tokens,
     routed_columns,
@@ -27,14 +28,12 @@ from vime.loop.columns import (
 from vime.loop.learning_signal import learning_signal, loss_weights
 from vime.loop.staleness import are_older, version_after
 from vime.models import ModelSettings
-from vime.models.flops import sample_flops
 from vime.types import (
     PG_WEIGHTS,
     Group,
     Metrics,
     Sample,
     SampleStatus,
-    StepPlan,
     TrainBatch,
 )
 
@@ -95,12 +94,8 @@ def make_train_batch(
     cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     group_ids, trajectory_ids = columns["group_ids"], columns["trajectory_ids"]
 
-    costs = None
-    if model is not None:
-        costs = sample_flops(model, lengths.tolist(), np.add.reduceat(mask, cu_seqlens[:-1], dtype=np.int64).tolist())
-    steps = _plan(
-        lengths, trajectory_ids, costs, global_batch_size=global_batch_size, dp_size=dp_size, sizes=sizes, train=train
-    )
+    planner = BatchPlanner(train=train, dp_size=dp_size, sizes=sizes, model=model, global_batch_size=global_batch_size)
+    steps = planner.plan(lengths, mask, cu_seqlens, trajectory_ids)
     metrics: Metrics = {}
     advantages: npt.NDArray[np.float64] | None = None
     if is_policy:
@@ -184,32 +179,6 @@ def _check_log_probs(
             f"{name} has a trainable token without a rollout log-prob ({len(missing)} in the batch); "
             f"supervised tokens are for --loss-type sft_loss, and masked tokens need loss_mask 0"
         )
-
-
-def _plan(
-    lengths: npt.NDArray[np.int64],
-    trajectory_ids: npt.NDArray[np.int64],
-    costs: Sequence[float] | None,
-    *,
-    global_batch_size: int,
-    dp_size: int,
-    sizes: ParallelSizes,
-    train: TrainConfig,
-) -> tuple[StepPlan, ...]:
-    if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
-        raise ConfigError("--use-dynamic-batch-size fills micro-batches up to --max-tokens-per-gpu; set that, too")
-    limit = train.max_tokens_per_gpu if train.use_dynamic_batch_size else None
-    return plan_steps(
-        lengths.tolist(),
-        trajectory_ids.tolist(),
-        global_batch_size=global_batch_size,
-        dp_size=dp_size,
-        max_tokens=None if limit is None else limit * sizes.context,
-        micro_batch_size=train.micro_batch_size,
-        costs=costs,
-        multiple=sizes.stages.micro_batch_multiple,
-        lockstep=sizes.in_lockstep,
-    )
 
 
 def _metrics(

@@ -116,6 +116,33 @@ def estimate(
     return [_device(model, division, training, engine, rank) for rank in range(division.pipeline)]
 
 
+def estimate_critic(model: ModelSettings, division: Division, training: Training) -> list[DeviceMemory]:
+    """The same of a critic on devices of its own: one entry for each of its pipeline ranks.
+
+    Args: division: of the critic's ranks. training: of a step of theirs; only the critic is on them.
+    """
+    return [_critic_device(model, division, training, rank) for rank in range(division.pipeline)]
+
+
+def _critic_device(model: ModelSettings, division: Division, training: Training, rank: int) -> DeviceMemory:
+    width, own = _WIDTH[training.dtype], critic_parameters(model, division, rank)
+    on_device = 1 - training.optimizer_offload_fraction
+    moments = _moments(model, division, training, own, rank, has_vocabulary=False)
+    fullest = max(moments.values())
+    parts = {
+        "critic and its gradients": (width + _gradient_width(training)) * own.total,
+        "critic's optimizer state": round(on_device * _optimizer_bytes(own, division, training)),
+        "working memory": fullest,
+        "driver, NCCL, allocator": round(_overhead(division, fullest)),
+    }
+    return DeviceMemory(rank, own, parts, moments, PROCESS_BYTES + _host_bytes(own, division, training))
+
+
+def _overhead(division: Division, fullest: int) -> float:
+    groups = (division.tensor, division.pipeline, division.context, division.dense_copies, division.expert)
+    return CONTEXT_BYTES + sum(size > 1 for size in groups) * NCCL_GROUP_BYTES + ALLOCATOR_SLACK * fullest
+
+
 def _device(
     model: ModelSettings, division: Division, training: Training, engine: Engine | None, rank: int
 ) -> DeviceMemory:
@@ -136,11 +163,6 @@ def _device(
     if engine is not None:
         moments["weight sync"] += engine_sync_bytes(model, engine, training)
     fullest = max(moments.values())
-    groups = sum(
-        size > 1
-        for size in (division.tensor, division.pipeline, division.context, division.dense_copies, division.expert)
-    )
-    overhead = CONTEXT_BYTES + groups * NCCL_GROUP_BYTES + ALLOCATOR_SLACK * fullest
     parts = {
         "weights": width * own.total,
         "gradients": _gradient_width(training) * own.total,
@@ -148,7 +170,7 @@ def _device(
         "critic and its gradients": critic,
         "critic's optimizer state": critic_state,
         "working memory": fullest,
-        "driver, NCCL, allocator": round(overhead),
+        "driver, NCCL, allocator": round(_overhead(division, fullest)),
         "engine": round(engine.utilization * engine.device_bytes) if engine is not None else 0,
     }
     return DeviceMemory(rank, own, parts, moments, PROCESS_BYTES + host + training.sync_buffer_bytes)
@@ -209,9 +231,18 @@ def _gradient_shard_bytes(own: RankParameters, division: Division, training: Tra
 
 
 def _moments(
-    model: ModelSettings, division: Division, training: Training, own: RankParameters, rank: int
+    model: ModelSettings,
+    division: Division,
+    training: Training,
+    own: RankParameters,
+    rank: int,
+    *,
+    has_vocabulary: bool = True,
 ) -> dict[str, int]:
-    """Bytes that come and go, in each phase of a step."""
+    """Bytes that come and go, in each phase of a step.
+
+    Args: has_vocabulary: False for a critic alone, which has no logits and sends no weights.
+    """
     t = model.transformer
     width, tokens = _WIDTH[training.dtype], training.tokens
     stages = division.layers(rank, t["num_layers"])
@@ -219,7 +250,7 @@ def _moments(
     working = max(working_numbers(model, division, layers, training.recompute) for layers in stages)
     gradient = width * max((largest_gradient(model, division, i) for layers in stages for i in layers), default=0)
     alive = stages_in_flight(division, rank, training.micro_batches)
-    head = head_bytes(model, division, training) if rank == division.pipeline - 1 else 0
+    head = head_bytes(model, division, training) if has_vocabulary and rank == division.pipeline - 1 else 0
     forward = (training.forward_tokens or tokens) * working_numbers(model, division, stages[0], Recompute())
     # torch's AdamW takes a copy of the second moments, of the dense or of the experts' parameters at a time; the one
     # that works with the host is fused, and takes none.
@@ -229,7 +260,7 @@ def _moments(
         "activations": round(alive * kept * tokens * width + max(head, working * tokens * width + gradient)),
         "forward alone": round(2 * forward * width) + head,
         "optimizer step": round(update),
-        "weight sync": training.sync_buffer_bytes + 2 * largest_tensor,
+        **({"weight sync": training.sync_buffer_bytes + 2 * largest_tensor} if has_vocabulary else {}),
     }
 
 

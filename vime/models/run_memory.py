@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from vime.config import Config
+from vime.config.critic_ranks import critic_layout, critic_ranks
 from vime.config.estimators import needs_critic, needs_reference
 from vime.config.parallel import parallel_sizes
 from vime.config.validate_cluster import engine_devices
@@ -20,6 +22,7 @@ from vime.models.memory import (
     engine_base_bytes,
     engine_sync_bytes,
     estimate,
+    estimate_critic,
 )
 from vime.models.settings import ModelSettings
 from vime.models.sharing import Need, Wishes
@@ -69,13 +72,22 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
         num_host_weights=_num_host_weights(config),
-        has_critic=needs_critic(config.algo),
+        has_critic=needs_critic(config.algo) and critic_ranks(config) is None,
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,
         async_save=config.checkpoint.async_save,
         saves_reference=_saves_reference(config),
         ranks_per_node=config.cluster.actor_num_gpus_per_node,
     )
+
+
+def critic_memory(config: Config, model: ModelSettings, dtype: str) -> list[DeviceMemory]:
+    """The devices of a critic's own, one of each of its pipeline ranks; empty where it has none."""
+    if (ranks := critic_ranks(config)) is None:
+        return []
+    own = replace(config, megatron=critic_layout(config.megatron, config.critic))
+    training = replace(training_of(own, model, dtype), ranks_per_node=ranks.per_node)
+    return estimate_critic(model, division_of(own, model, ranks.total), training)
 
 
 def _num_host_weights(config: Config) -> int:

@@ -157,6 +157,7 @@ perf/rollout_wait_time | s | train_async.py: a stage, in which the trainer waite
 perf/rollout_pause_time | s | --fully-async: a stage, in which the trainer waited until the requests under way had been answered, for a weight sync
 perf/rollout_s | s | train_async.py: what the generation of the step's rollout took, most of it beside the training in the step before
 perf/rollout_ready_s | s | train_async.py: how long that rollout then waited for the trainer; beside perf/rollout_wait_time it says which of the two is the slower one
+perf/critic_apart_{values,train}_time | s | seconds that a critic on devices of its own computed values, and trained, beside the policy's parts of perf/train_time
 perf/<part>_time | s | part of perf/train_time, not a stage beside it: log_probs, ref_log_probs, old_actor_log_probs (--keep-old-actor), teacher_log_probs (a teacher in the trainer), actor_train (forward, backward and update); with a critic values and critic_train, the same of it
 perf/actor_train_tok_per_s | tokens/s | prompt and response tokens trained on per second of actor_train, all ranks together
 perf/{log_probs,ref_log_probs,actor_train}_tflops | TFLOP/s | operations of the model per second and training device: its matrix products, 2 a multiply-add, attention as causal; a backward pass counts two forward ones, what is computed twice counts once

@@ -1,4 +1,4 @@
-"""The trace of a run, for Perfetto: the loop's stages, training ranks, engines, and a track for each sample."""
+"""The trace of a run, for Perfetto: the loop's stages, ranks that train, engines, and a track for each sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vime.types import Group, Sample
 _log = logging.getLogger(__name__)
 
 _END = b"\n]\n"
-_PROCESSES = ("loop", "trainer", "engines", "samples", "held-out samples")
+_PROCESSES = ("loop", "trainer", "critic", "engines", "samples", "held-out samples")
 
 
 class TraceFile:
@@ -57,8 +57,8 @@ class RunTracer:
 
     Args:
         file: where to.
-        sources: process ("trainer", "engines") -> a call that gives the spans since the last one, a list for each
-            rank or engine.
+        sources: process ("trainer", "critic", "engines") -> a call that gives the spans since the last one, a list for
+            each rank or engine.
     """
 
     def __init__(self, file: TraceFile, sources: Mapping[str, Callable[[], Sequence[Sequence[Span]]]]) -> None:
@@ -119,6 +119,7 @@ class RunTracer:
             names = {
                 "loop": ("stages", "generation")[min(number, 1)],
                 "trainer": f"rank {number}",
+                "critic": f"critic rank {number}",
                 "engines": f"engine {number}",
             }
             events += self._new(pid, process)

@@ -36,6 +36,7 @@ from vime.loop.turns import DeviceTurns
 from vime.models import family_of
 from vime.observability.writers import MetricWriter
 from vime.orchestration import resume, sizes
+from vime.orchestration.critic_group import TrainerWithCritic, make_trainer
 from vime.orchestration.current_weights import CurrentWeights
 from vime.orchestration.data import build_source, probe_prompts
 from vime.orchestration.fleet import Fleet
@@ -94,12 +95,13 @@ def run_on(
     if config.checkpoint.save is not None:
         # Of a save that was under way: when the ranks have ended, which write it.
         stack.callback(remove_leftovers, Path(config.checkpoint.save))
-    trainer = TrainerGroup(
+    trainer = make_trainer(
         config,
         started.placement,
         started.reservation,
         started.platform,
         hf_path=str(plan.hf_path),
+        model=family_of(plan.hf_config).settings(plan.hf_config),
         total_steps=num_rollout * sizes.steps_per_rollout(config),
         route=started.route,
     )
@@ -346,6 +348,7 @@ def _recorder(
         plan.folder,
         plan.start,
         trainer=trainer.take_spans if trainer is not None else None,
+        critic=trainer.take_critic_spans if isinstance(trainer, TrainerWithCritic) else None,
         engines=[
             part.take_spans
             for part in (publisher, rollout, fleet)

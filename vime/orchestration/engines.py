@@ -21,9 +21,10 @@ from vime.orchestration.fleet import Fleet
 from vime.orchestration.keeper import Keeper, keep_engine_state
 from vime.orchestration.lives import EngineLife, Front, alive_nodes
 from vime.orchestration.placement import Placement
+from vime.orchestration.rank_group import wait_all
 from vime.orchestration.restarts import RestartBudget, RestartPolicy
 from vime.orchestration.roster import Roster
-from vime.orchestration.workers import start_engine_worker, wait_all
+from vime.orchestration.workers import start_engine_worker
 from vime.platform.base import Platform
 
 _log = logging.getLogger(__name__)

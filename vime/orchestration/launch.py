@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vime.config import Config, modes
+from vime.config.critic_ranks import critic_ranks
 from vime.config.dtype import run_dtype
 from vime.config.hf import local_checkpoint
 from vime.config.validate_teacher import teacher_is_served
@@ -92,7 +93,12 @@ def _plan(config: Config, folder: RunFolder, progress: RunProgress, times: Start
         config=config,
         hf_path=hf_path,
         hf_config=hf_config,
-        layout=plan_layout(config.cluster, with_engines=generates and not external, with_trainer=modes.trains(config)),
+        layout=plan_layout(
+            config.cluster,
+            with_engines=generates and not external,
+            with_trainer=modes.trains(config),
+            critic=critic_ranks(config),
+        ),
         folder=folder,
         progress=progress,
         generates=generates,

@@ -17,7 +17,7 @@ from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.orchestration.keeper import NodeLeft
-from vime.orchestration.workers import wait_all
+from vime.orchestration.rank_group import wait_all
 
 _log = logging.getLogger(__name__)
 

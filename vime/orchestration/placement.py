@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from vime.config import ClusterConfig
+from vime.config.critic_ranks import CriticRanks
 from vime.config.validate_cluster import engine_devices
 from vime.errors import ConfigError
 
@@ -22,20 +23,35 @@ class Layout:
     """One tuple per engine."""
     shared: bool
     """Trainer and engines take turns on the same devices."""
+    critic_devices: tuple[tuple[int, ...], ...] = ()
+    """Those of the critic alone, a tuple per node; none where it is on the trainer's, or there is no critic."""
+
+    @property
+    def critic_ranks(self) -> tuple[int, ...]:
+        """The device of each of the critic's own ranks."""
+        return tuple(device for node in self.critic_devices for device in node)
+
+    @property
+    def training_devices(self) -> tuple[int, ...]:
+        """All that have a rank that trains."""
+        return (*self.trainer_devices, *self.critic_ranks)
 
 
-def plan_layout(cluster: ClusterConfig, *, with_engines: bool, with_trainer: bool = True) -> Layout:
+def plan_layout(
+    cluster: ClusterConfig, *, with_engines: bool, with_trainer: bool = True, critic: CriticRanks | None = None
+) -> Layout:
     """The devices of every trainer rank and engine.
 
     Args:
         with_engines: False for runs that generate nothing (supervised training, replays).
         with_trainer: False for runs that only generate; the engines are then as many as with a trainer.
+        critic: the critic's own ranks, where it has devices of its own; they come behind all others.
     Raises: ConfigError when the engines do not divide the devices.
     """
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     trainer = tuple(range(ranks)) if with_trainer else ()
     if not with_engines:
-        return Layout(len(trainer), trainer, (), shared=False)
+        return _with_critic(Layout(len(trainer), trainer, (), shared=False), critic)
     devices = engine_devices(cluster)
     per_engine = cluster.rollout_num_gpus_per_engine
     if devices < 1 or devices % per_engine:
@@ -47,7 +63,16 @@ def plan_layout(cluster: ClusterConfig, *, with_engines: bool, with_trainer: boo
     engines = tuple(
         tuple(range(first + e * per_engine, first + (e + 1) * per_engine)) for e in range(devices // per_engine)
     )
-    return Layout(max(len(trainer), first + devices), trainer, engines, shared=cluster.colocate and with_trainer)
+    shared = cluster.colocate and with_trainer
+    return _with_critic(Layout(max(len(trainer), first + devices), trainer, engines, shared=shared), critic)
+
+
+def _with_critic(layout: Layout, critic: CriticRanks | None) -> Layout:
+    if critic is None or not layout.trainer_devices:
+        return layout
+    first, size = layout.num_devices, critic.per_node
+    devices = tuple(tuple(range(first + n * size, first + (n + 1) * size)) for n in range(critic.nodes))
+    return replace(layout, num_devices=first + critic.total, critic_devices=devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +104,14 @@ class Placement:
         """The address that servers on this device's node listen on: the loopback's where nobody else needs them."""
         return "127.0.0.1" if self.is_on_one_node else self.nodes[device].address
 
-    def ranks_on_node(self, rank: int) -> int:
-        """Training ranks that share a node with this one, itself included."""
-        home = self.nodes[self.layout.trainer_devices[rank]].node_id
-        return sum(self.nodes[device].node_id == home for device in self.layout.trainer_devices)
+    def ranks_on_node(self, device: int) -> int:
+        """Ranks that train on the node of this device, the critic's included."""
+        home = self.nodes[device].node_id
+        return sum(self.nodes[other].node_id == home for other in self.layout.training_devices)
 
-    @property
-    def trainer_is_on_one_node(self) -> bool:
-        """Whether all training ranks share a file system for certain."""
-        return len({self.nodes[device].node_id for device in self.layout.trainer_devices}) <= 1
+    def are_on_one_node(self, devices: Sequence[int]) -> bool:
+        """Whether the processes there share a file system for certain."""
+        return len({self.nodes[device].node_id for device in devices}) <= 1
 
     @property
     def engines_share_the_senders_node(self) -> bool:
@@ -97,7 +121,7 @@ class Placement:
 
 
 def place(layout: Layout, cluster: ClusterConfig, nodes: Sequence[Node], driver: Node) -> Placement:
-    """Give every device of the layout a node: in the order of their addresses, the trainer first, then the engines.
+    """Give every device of the layout a node: in the order of their addresses, trainer, then critic, then engines.
 
     Args: nodes: of the Ray cluster, with the devices that may be used.
     Raises: ConfigError when the nodes are too few or too small.
@@ -125,12 +149,22 @@ def place(layout: Layout, cluster: ClusterConfig, nodes: Sequence[Node], driver:
                 f"the trainer needs {cluster.actor_num_nodes} node(s) with {per_node} device(s) each "
                 f"(--actor-num-nodes, --actor-num-gpus-per-node), but Ray has {have}"
             )
+    critic_homes: set[str] = set()
+    for group in layout.critic_devices:
+        if not take(group, [node for node in order if node.node_id not in critic_homes]):
+            raise ConfigError(
+                f"beside the trainer's {len(layout.trainer_devices)} devices the critic needs "
+                f"{len(layout.critic_devices)} node(s) with {len(group)} device(s) each (--critic-num-nodes, "
+                f"--critic-num-gpus-per-node), but Ray has {have}"
+            )
+        critic_homes.add(homes[group[0]].node_id)
     for engine in layout.engine_devices:
         new = [device for device in engine if device not in homes]
         if new and not take(new, order):
             raise ConfigError(
                 f"the run needs {layout.num_devices} devices ({len(layout.trainer_devices)} to train, "
-                f"{sum(map(len, layout.engine_devices))} for engines{', shared' if layout.shared else ''}), but Ray "
+                f"{sum(map(len, layout.engine_devices))} for engines{', shared' if layout.shared else ''}"
+                f"{f', {len(layout.critic_ranks)} for the critic' if layout.critic_devices else ''}), but Ray "
                 f"has {have}; use --colocate or fewer of --actor-num-gpus-per-node and --rollout-num-gpus"
             )
         if len({homes[device].node_id for device in engine}) > 1:
@@ -148,7 +182,9 @@ def describe(placement: Placement, transport: str, why: str = "") -> str:
         return ", ".join(dict.fromkeys(placement.nodes[device].address for device in devices))
 
     engines = [device for engine in placement.layout.engine_devices for device in engine]
+    critic = at(placement.layout.critic_ranks)
     return (
-        f"trainer on {at(placement.layout.trainer_devices)}; engines on {at(engines) or 'their own'}; router on "
+        f"trainer on {at(placement.layout.trainer_devices)}; {f'critic on {critic}; ' if critic else ''}"
+        f"engines on {at(engines) or 'their own'}; router on "
         f"{placement.driver.address}; weights travel by {transport}{f' ({why})' if why else ''}"
     )

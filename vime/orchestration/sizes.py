@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config import Config
+from vime.config.critic_ranks import critic_layout, critic_ranks
 from vime.config.dtype import run_dtype
 from vime.config.eval_sets import eval_sets
 from vime.config.modes import evaluates_without_trainer
-from vime.config.parallel import parallel_sizes
+from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.weight_sync.verify import DEFAULT_TOLERANCE, ProbeTolerance
 
@@ -49,6 +50,14 @@ def steps_per_rollout(config: Config) -> int:
 def data_parallel_size(config: Config, world_size: int) -> int:
     """Training ranks that work on different samples. Raises: ConfigError if `world_size` does not divide evenly."""
     return parallel_sizes(config.megatron).data(world_size)
+
+
+def critic_plan_sizes(config: Config) -> tuple[ParallelSizes, int] | None:
+    """Parallel sizes and data-parallel ranks of a critic on devices of its own; None where it has none."""
+    if (ranks := critic_ranks(config)) is None:
+        return None
+    sizes = parallel_sizes(critic_layout(config.megatron, config.critic))
+    return sizes, sizes.data(ranks.total)
 
 
 def number_of_rollouts(config: Config, epoch_size: int | None) -> int:

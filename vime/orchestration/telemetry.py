@@ -91,18 +91,20 @@ def make_tracer(
     start: int,
     *,
     trainer: Callable[[], Sequence[Sequence[Span]]] | None,
+    critic: Callable[[], Sequence[Sequence[Span]]] | None,
     engines: Sequence[Callable[[], Sequence[Sequence[Span]]]],
 ) -> RunTracer | None:
     """Writes trace_<first rollout>.json into the run folder; None without --trace.
 
-    Args: trainer, engines: give the spans since the last call, a list for each rank or engine; those of several calls
-        go to one track.
+    Args: trainer, critic (of ranks of its own), engines: give the spans since the last call, a list for each rank or
+        engine; those of several calls go to one track.
     """
     if not config.log.trace:
         return None
     file = TraceFile(folder.path / f"trace_{start:06d}.json", config.log.trace_max_mib * _MIB)
     sources: dict[str, Callable[[], Sequence[Sequence[Span]]]] = {"engines": lambda: _merged([t() for t in engines])}
-    return RunTracer(file, sources | ({"trainer": trainer} if trainer is not None else {}))
+    ranks = {"trainer": trainer, "critic": critic}
+    return RunTracer(file, sources | {name: take for name, take in ranks.items() if take is not None})
 
 
 def _merged(sources: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:

@@ -69,8 +69,8 @@ def test_loss_gradient_and_advantages_are_those_of_the_formulas(critic_folder, m
     batch.loss_weights[batch.loss_mask == 0] = 0
     seen = []
     trainer = make_trainer(folder, algo=PPO, critic=settings, megatron={"clip_grad": 0.0})
-    keep = trainer._ppo.critic.train
-    trainer._ppo.critic.train = lambda batch, mask: seen.append(batch) or keep(batch, mask)
+    keep = trainer._critic.train
+    trainer._critic.train = lambda batch, mask: seen.append(batch) or keep(batch, mask)
     metrics = trainer.train(batch)
 
     for parameter in (head := [part.clone().requires_grad_() for part in head]):
@@ -220,7 +220,7 @@ def test_its_optimizer_has_settings_of_its_own(model_folder, make_trainer, make_
     metrics = [trainer.train(make_batch(LENGTHS, micro=2)) for _ in range(3)]
     assert [m["train/critic-lr-pg_0"] for m in metrics] == pytest.approx([0, 1.5e-3, 3e-3])
     assert [m["train/lr-pg_0"] for m in metrics] == pytest.approx([1e-3] * 3)
-    optimizer = trainer._ppo.critic.trained.optimizer
+    optimizer = trainer._critic.trained.optimizer
     assert optimizer.config.clip_grad == 0.25 and trainer._policy.optimizer.config.clip_grad == 2
     assert {g["weight_decay"] for g in optimizer.param_groups} <= {0.0, 0.5}
 

@@ -38,7 +38,7 @@ def test_both_models_leave_the_device_come_back_and_resume(model_folder, make_tr
     settings = {"algo": PPO, "critic": CriticConfig(critic_lr=1e-2), "megatron": {"lr": 1e-3}, "platform": CUDA}
     trainer = make_trainer(folder, **settings)
     first = trainer.train(batch)
-    critic = trainer._ppo.critic.trained
+    critic = trainer._critic.trained
     tensors = [*critic.chunks[0].parameters(), *critic.optimizer_tensors(), *trainer._policy.optimizer_tensors()]
     kept = [tensor.clone() for tensor in tensors]
     there = torch.cuda.memory_allocated()

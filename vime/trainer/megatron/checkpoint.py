@@ -56,17 +56,35 @@ def begin_save(
         state["random"] = _random_object(_random_state())
         state["layout"] = _layout()
     if critic is not None:
-        state["critic"] = _state(critic, with_optimizer=with_optimizer, is_loading=False)
-        add_prefix_for_sharding(state["critic"], CRITIC)
-        state["has_critic"] = True
+        state |= _critic_state(critic, with_optimizer=with_optimizer)
     if reference is not None:
         state["reference"] = _kept_state(policy, reference)
         add_prefix_for_sharding(state["reference"], REFERENCE)
         state["has_reference"] = True
     # State that is gathered from several ranks is in new tensors on the host; otherwise it is what is trained with.
-    is_copy = policy.has_distributed_optimizer and all(map(is_shared, single_optimizers(policy.optimizer)))
-    fresh = (OPTIMIZER_STATE, CRITIC + OPTIMIZER_STATE) if is_copy else ()
-    return Save(state, path, in_background=in_background, fresh_prefix=fresh)
+    return Save(state, path, in_background=in_background, fresh_prefix=_fresh(policy))
+
+
+def begin_save_critic(critic: Policy, path: Path, *, with_optimizer: bool, in_background: bool) -> Save:
+    """Start to write the critic of ranks of its own, under the keys that one beside the policy has. Collective."""
+    state = _critic_state(critic, with_optimizer=with_optimizer)
+    return Save(state, path, in_background=in_background, fresh_prefix=_fresh(critic))
+
+
+def critic_folder(path: Path) -> Path:
+    """Where a checkpoint has the critic of ranks of its own. Args: path: of the trainer's part."""
+    return path.with_name("critic")
+
+
+def _critic_state(critic: Policy, *, with_optimizer: bool) -> dict[str, Any]:
+    state = _state(critic, with_optimizer=with_optimizer, is_loading=False)
+    add_prefix_for_sharding(state, CRITIC)
+    return {"critic": state, "has_critic": True}
+
+
+def _fresh(trained: Policy) -> tuple[str, ...]:
+    is_copy = trained.has_distributed_optimizer and all(map(is_shared, single_optimizers(trained.optimizer)))
+    return (OPTIMIZER_STATE, CRITIC + OPTIMIZER_STATE) if is_copy else ()
 
 
 def load(
@@ -80,45 +98,27 @@ def load(
     """Restore what `save` wrote; returns its counters. Collective.
 
     Args:
-        critic: restored, too, if the checkpoint has one; if it has none, weights alone can be loaded, and the critic
-            stays as it is.
+        critic: restored, too, if the checkpoint has one; see `load_critic`.
         reference: becomes the checkpoint's, if that has one.
     Raises: ConfigError if the folder is not a checkpoint, or holds no optimizer or critic where one is wanted;
         TrainingError if it cannot be read.
     """
-    with _readable(path):
-        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-            raise ConfigError(f"{path} is not a training checkpoint")
-        plain_pickles.check(path)
-        saved = dist_checkpointing.load_common_state_dict(str(path))
+    saved = _common(path)
     if with_optimizer and "scheduler" not in saved:
         raise ConfigError(f"{path} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
-    if critic is not None and not saved.get("has_critic"):
-        if with_optimizer:
-            raise ConfigError(f"{path} has no critic; add --finetune to begin with its policy and a new critic")
-        critic = None
+    if critic is not None:
+        load_critic(critic, path, with_optimizer=with_optimizer)
     if reference is not None and saved.get("has_reference"):
         with reference.in_place():
             _load_weights(policy, path, REFERENCE)
     same_layout = saved.get("layout") == _layout()
     wanted = _state(policy, with_optimizer=with_optimizer, is_loading=True)
     own = _own_states(policy, wanted, "") if with_optimizer else []
-    if critic is not None:
-        wanted["critic"] = _state(critic, with_optimizer=with_optimizer, is_loading=True)
-        own += _own_states(critic, wanted["critic"], CRITIC) if with_optimizer else []
-        add_prefix_for_sharding(wanted["critic"], CRITIC)
     if with_optimizer and same_layout:
         wanted["random"] = _random_object(None)
     with _readable(path):
         state = dist_checkpointing.load(wanted, str(path))
-    stored = _stored(path, own) if own else None
-    _restore(policy, state, saved, with_optimizer=with_optimizer)
-    if critic is not None:
-        _restore(critic, state["critic"], saved.get("critic", {}), with_optimizer=with_optimizer)
-    if stored is not None:
-        with _readable_by_all(path):
-            for part, prefix in own:
-                part.read(stored, prefix=prefix)
+    _restore(policy, state, saved, path, own, with_optimizer=with_optimizer)
     if with_optimizer:
         if same_layout:
             _set_random_state(state["random"])
@@ -132,6 +132,41 @@ def load(
             )
     counters: dict[str, int] = saved["counters"]
     return counters
+
+
+def load_critic(critic: Policy, path: Path, *, with_optimizer: bool) -> None:
+    """Restore the critic of a checkpoint, whichever ranks it was on then, and is on now. Collective.
+
+    If the checkpoint has none, weights alone can be loaded, and the critic stays as it is.
+
+    Args: path: of the trainer's part of the checkpoint.
+    Raises: ConfigError if there is none and its optimizer is wanted, or was not saved; TrainingError if it cannot be
+        read.
+    """
+    folder = critic_folder(path) if critic_folder(path).is_dir() else path
+    saved = _common(folder)
+    if not saved.get("has_critic"):
+        if with_optimizer:
+            raise ConfigError(f"{path} has no critic; add --finetune to begin with its policy and a new critic")
+        return
+    if with_optimizer and "scheduler" not in saved["critic"]:
+        raise ConfigError(f"{folder} was saved with --no-save-optim; add --no-load-optim to resume its weights alone")
+    wanted = _state(critic, with_optimizer=with_optimizer, is_loading=True)
+    own = _own_states(critic, wanted, CRITIC) if with_optimizer else []
+    add_prefix_for_sharding(wanted, CRITIC)
+    with _readable(folder):
+        state = dist_checkpointing.load({"critic": wanted}, str(folder))
+    _restore(critic, state["critic"], saved.get("critic", {}), folder, own, with_optimizer=with_optimizer)
+
+
+def _common(path: Path) -> dict[str, Any]:
+    """What a checkpoint has besides tensors. Raises: ConfigError if the folder is none."""
+    with _readable(path):
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+            raise ConfigError(f"{path} is not a training checkpoint")
+        plain_pickles.check(path)
+        saved: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
+    return saved
 
 
 @contextmanager
@@ -175,8 +210,23 @@ def _stored(path: Path, own: Sequence[tuple[OwnState, str]]) -> StoredTensors:
         return stored
 
 
-def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any], *, with_optimizer: bool) -> None:
-    """Put loaded weights, optimizer and schedule in place. Args: saved: what is no tensor of it."""
+def _restore(
+    policy: Policy,
+    state: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    path: Path,
+    own: Sequence[tuple[OwnState, str]],
+    *,
+    with_optimizer: bool,
+) -> None:
+    """Put loaded weights, optimizer and schedule in place.
+
+    Args:
+        saved: what is no tensor of it.
+        path: of the checkpoint that has its parts.
+        own: what this rank reads of the optimizer by itself.
+    """
+    stored = _stored(path, own) if own else None
     for key, ddp in zip(_model_keys(policy), policy.ddps, strict=True):
         ddp.module.load_state_dict(state[key])
     if not with_optimizer:
@@ -186,6 +236,10 @@ def _restore(policy: Policy, state: Mapping[str, Any], saved: Mapping[str, Any],
         # Of distributed optimizers without the tensors, which are read when these are allocated.
         policy.optimizer.load_state_dict(state["optimizer"])
     policy.scheduler.load_state_dict(saved["scheduler"])
+    if stored is not None:
+        with _readable_by_all(path):
+            for part, prefix in own:
+                part.read(stored, prefix=prefix)
 
 
 def _load_weights(policy: Policy, path: Path, prefix: str) -> None:

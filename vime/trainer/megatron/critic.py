@@ -1,4 +1,4 @@
-"""PPO's critic on a training rank: a second model beside the policy, with an optimizer of its own.
+"""PPO's critic on a rank: beside the policy, or on ranks of its own; a model with an optimizer of its own.
 
 T tokens of a batch, B samples. Every method is collective. The order in a rollout: `values`, then the advantages that
 `vime.algo` makes of them, then `train`.
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from vime.algo.value_loss import value_loss
 from vime.config import Config, CriticConfig, TrainConfig
-from vime.config.parallel import ParallelSizes
+from vime.config.critic_ranks import critic_layout
 from vime.errors import ConfigError
 from vime.models import ModelSettings, NameMap, family_of
 from vime.models.stored import reference_problem
 from vime.models.value_head import trunk_config
+from vime.trainer.critic_columns import Values
 from vime.trainer.megatron import forward, hf_io, model, packing, parallel, settings
 from vime.trainer.megatron.critic_model import CriticModel, load_critic
 from vime.trainer.megatron.optimizer_step import Update, optimizer_step
@@ -34,23 +35,14 @@ SUMS = ("value_loss", "value_clipfrac")
 _TEMPERATURE = 1.0  # of log-probs, which a critic has none of
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Of one batch, on every rank."""
-
-    of_tokens: npt.NDArray[np.float32]
-    """[T] the value of the state before each token; NaN where it was not wanted."""
-    at_end: npt.NDArray[np.float32]
-    """[B] V(s_T), the value behind the last token, of samples that were cut off; 0 for the others."""
-
-
 class Critic:
-    """Built on all ranks after the policy, on the same devices and process groups.
+    """Built on all ranks at the same time, when their process groups are there.
 
     Args:
         source: folder of the policy's HF checkpoint.
         of_policy, names: its settings and tensors.
-        sizes, layout: of the ranks and of the policy's micro-batches.
+        own: Megatron's settings of the critic (`critic_settings`).
+        layout: of its ranks' micro-batches.
         total_steps: optimizer steps of the whole run.
     Raises: ConfigError if --critic-load is of another architecture, or no checkpoint.
     """
@@ -61,25 +53,18 @@ class Critic:
         source: Path,
         of_policy: ModelSettings,
         names: NameMap,
-        sizes: ParallelSizes,
+        own: settings.MegatronSettings,
         layout: packing.Layout,
-        device_type: str,
         *,
         total_steps: int,
     ) -> None:
-        self._config, self._layout, self._sizes = config, layout, sizes
-        self._settings = settings.megatron_settings(
-            of_policy,
-            critic_overrides(config.megatron, config.critic),
-            device_type=device_type,
-            world_size=parallel.world_size(),
-        )
+        self._config, self._layout, self._settings, self._sizes = config, layout, own, own.sizes
         folder = source
         if config.critic.critic_load is not None:
             folder = Path(config.critic.critic_load)
             hf = trunk_config(hf_io.read_config(folder), tied=of_policy.tie_word_embeddings)
-            own = family_of(hf).settings(hf)
-            if problem := reference_problem(folder, own, of_policy, policy_folder=source, flag="--critic-load"):
+            of_folder = family_of(hf).settings(hf)
+            if problem := reference_problem(folder, of_folder, of_policy, policy_folder=source, flag="--critic-load"):
                 raise ConfigError(problem)
         self._model = of_policy
         chunks, self._forward = model.build_chunks(self._settings, self._chunk)
@@ -87,7 +72,7 @@ class Critic:
         self.trained = model.build_policy(
             chunks, self._forward, self._settings, critic_schedule(config.train, config.critic), total_steps=total_steps
         )
-        """The model and what trains it; saved and moved off the device with the policy's."""
+        """The model and what trains it."""
 
     def _chunk(self, chunk: int) -> CriticModel:
         return CriticModel(self._model, self._settings, chunk=chunk)
@@ -159,6 +144,15 @@ class Critic:
             suspects="rewards",
             lr_flag="--critic-lr",
         )
+
+
+def critic_settings(
+    config: Config, of_policy: ModelSettings, *, device_type: str, world_size: int
+) -> settings.MegatronSettings:
+    """Megatron's settings of the critic. Args: world_size: ranks that have it. Raises: ConfigError."""
+    megatron = critic_layout(config.megatron, config.critic)
+    overrides = critic_overrides(megatron, config.critic)
+    return settings.megatron_settings(of_policy, overrides, device_type=device_type, world_size=world_size)
 
 
 def critic_overrides(megatron: Mapping[str, Any], critic: CriticConfig) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from vime.algo.reinforce_pp import token_rewards
 from vime.algo.whiten import whiten
 from vime.config import AlgoConfig, Config, CriticConfig
 from vime.config.estimators import whitens
-from vime.trainer.megatron.critic import Critic, Values
+from vime.trainer.critic_columns import CriticTargets, Values
+from vime.trainer.megatron.critic import Critic
 from vime.trainer.megatron.kl_in_reward import token_kl
-from vime.types import RETURNS, SHAPED_REWARDS, TOKEN_ADVANTAGES, VALUES, Metrics, TrainBatch
+from vime.types import METRIC_WEIGHTS, RETURNS, SHAPED_REWARDS, TOKEN_ADVANTAGES, VALUES, Metrics, TrainBatch
 
 
 def steps_of_episodes(batch: TrainBatch, critic: CriticConfig) -> npt.NDArray[np.bool_]:
@@ -42,10 +43,9 @@ def cut_off_samples(batch: TrainBatch, critic: CriticConfig) -> npt.NDArray[np.b
 
 
 class Ppo:
-    """What PPO adds to the training of a rollout; the trainer calls `with_advantages`, then the critic's `train`."""
+    """What PPO adds to the training of a rollout, wherever the critic is."""
 
-    def __init__(self, config: Config, critic: Critic) -> None:
-        self.critic = critic
+    def __init__(self, config: Config) -> None:
         self._algo, self._settings = config.algo, config.critic
 
     def trains_policy(self, batch: TrainBatch) -> bool:
@@ -53,21 +53,62 @@ class Ppo:
         return batch.rollout_id >= self._settings.num_critic_only_steps
 
     def with_advantages(
-        self, batch: TrainBatch, old: npt.NDArray[np.float32] | None, reference: npt.NDArray[np.float32] | None
+        self,
+        batch: TrainBatch,
+        values: Values,
+        old: npt.NDArray[np.float32] | None,
+        reference: npt.NDArray[np.float32] | None,
     ) -> tuple[TrainBatch, Metrics]:
-        """The batch with the columns that `with_advantages` below makes of the critic's values. Collective.
+        """The batch with the columns that `with_advantages` below makes of the critic's values.
 
-        Args: old, reference: [T] log-probs, where the KL is in the reward.
+        Args:
+            values: as `critic_values` gives them for this batch.
+            old, reference: [T] log-probs, where the KL is in the reward.
         """
         kl: npt.NDArray[np.float64] | None = None
         metrics: Metrics = {}
         if self._algo.kl_coef:
             assert old is not None and reference is not None, "--kl-coef needs both"
             kl, metrics = token_kl(batch, old, reference, self._algo)
-        steps, cut_off = steps_of_episodes(batch, self._settings), cut_off_samples(batch, self._settings)
-        values = self.critic.values(batch, steps, cut_off)
+        steps = steps_of_episodes(batch, self._settings)
         batch, of_values = with_advantages(batch, values, steps, kl, self._algo, self._settings)
         return batch, metrics | of_values
+
+
+def critic_values(critic: Critic, batch: TrainBatch, settings: CriticConfig) -> Values:
+    """The critic's values that advantages are made of: of episodes' steps, and behind those cut off. Collective."""
+    return critic.values(batch, steps_of_episodes(batch, settings), cut_off_samples(batch, settings))
+
+
+def all_but_first(batch: TrainBatch) -> npt.NDArray[np.bool_]:
+    """[T] all tokens that something predicts."""
+    wanted = np.ones(len(batch.tokens), dtype=np.bool_)
+    wanted[batch.cu_seqlens[:-1]] = False
+    return wanted
+
+
+def targets_of(batch: TrainBatch) -> CriticTargets:
+    """What a critic is to be trained on. Args: batch: with advantages."""
+    return CriticTargets(
+        rollout_id=batch.rollout_id,
+        mask=batch.loss_mask,
+        weights=batch.loss_weights,
+        metric_weights=batch.extra.get(METRIC_WEIGHTS),
+        values=batch.extra[VALUES],
+        returns=batch.extra[RETURNS],
+    )
+
+
+def with_targets(batch: TrainBatch, targets: CriticTargets) -> TrainBatch:
+    """The batch as a critic is trained on it, cut into micro-batches as it is. Raises: ValueError for another's."""
+    if targets.rollout_id != batch.rollout_id or targets.mask.shape != batch.tokens.shape:
+        raise ValueError(f"targets of rollout {targets.rollout_id} do not fit the batch of rollout {batch.rollout_id}")
+    columns = {VALUES: targets.values, RETURNS: targets.returns}
+    if targets.metric_weights is not None:
+        columns[METRIC_WEIGHTS] = targets.metric_weights
+    return replace(
+        batch, loss_mask=targets.mask, loss_weights=targets.weights, extra={**batch.extra, **columns}, support=None
+    )
 
 
 def with_advantages(

@@ -12,43 +12,38 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from vime.config import Config
+from vime.config.critic_ranks import critic_ranks
 from vime.config.estimators import needs_critic
 from vime.models import family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
+from vime.trainer.critic_columns import CriticTargets, Values
 from vime.trainer.megatron import (
-    correction,
-    cpu_shims,
-    fixes,
     forward,
     hf_io,
-    kl_in_reward,
-    micro_loss,
     model,
     offload,
     outgoing,
-    packing,
     parallel,
-    ppo,
+    process,
     profiling,
     settings,
     shards,
     speed,
-    train_step,
 )
-from vime.trainer.megatron.agreement import agreement_metrics
-from vime.trainer.megatron.critic import Critic
+from vime.trainer.megatron.critic import Critic, critic_settings
 from vime.trainer.megatron.layout import align_matmuls, layout_of
 from vime.trainer.megatron.other_policies import OtherPolicies
+from vime.trainer.megatron.ppo import Ppo, all_but_first, critic_values, targets_of
+from vime.trainer.megatron.rollout_training import RolloutTraining
 from vime.trainer.megatron.routed_layers import routers_of
 from vime.trainer.megatron.routing_replay import Bools, RolloutRouting, RoutingPass
 from vime.trainer.megatron.trainer_checkpoints import TrainerCheckpoints
-from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
+from vime.trainer.megatron.user_hooks import TrainerHooks
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
 
@@ -79,9 +74,7 @@ class MegatronTrainer:
         total_steps: int,
         writer: BucketWriter | None,
     ) -> None:
-        if platform.device_type == "cpu":
-            cpu_shims.install()
-        fixes.apply()
+        process.prepare(platform, rank)
         if config.train.aligned:
             align_matmuls(platform.device_type)
         self._config, self._platform, self._rank, self._writer = config, platform, rank, writer
@@ -94,8 +87,6 @@ class MegatronTrainer:
         self._settings = settings.megatron_settings(
             self._model, config.megatron, device_type=platform.device_type, world_size=world_size
         )
-        if platform.device_type == "cuda":
-            torch.cuda.set_device(rank % torch.cuda.device_count())
         self._profiler = profiling.Profiler(
             config.debug, Path(config.log.run_dir), rank=rank, device_type=platform.device_type
         )
@@ -109,7 +100,6 @@ class MegatronTrainer:
             sizes=self._settings.sizes,
             virtual_stages=self._settings.transformer.virtual_pipeline_model_parallel_size,
         )
-        self._peak_tflops = platform.peak_tflops(str(self._settings.dtype).removeprefix("torch."))
         try:
             self._hooks = TrainerHooks.load(config, rank=rank, world_size=world_size)
             self._hooks.start()
@@ -117,7 +107,6 @@ class MegatronTrainer:
         except BaseException:
             parallel.stop()
             raise
-        self._step = 0
 
     def _build(self, total_steps: int) -> None:
         train = self._config.train
@@ -131,13 +120,33 @@ class MegatronTrainer:
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
         self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
         self._layout = layout_of(self._model, self._settings, self._platform.device_type, aligned=train.aligned)
-        self._ppo: ppo.Ppo | None = None
-        if needs_critic(self._config.algo):
-            of_policy = (self._source, self._model, self._names, self._settings.sizes, self._layout)
-            device_type = self._platform.device_type
-            self._ppo = ppo.Ppo(self._config, Critic(self._config, *of_policy, device_type, total_steps=total_steps))
+        self._critic = self._build_critic(total_steps)
+        self._training = RolloutTraining(
+            self._config,
+            self._policy,
+            self._model,
+            self._layout,
+            others=self._others,
+            hooks=self._hooks,
+            ppo=Ppo(self._config) if needs_critic(self._config.algo) else None,
+            log_probs=self._batch_log_probs,
+            routing=self._routing,
+            spans=self._spans,
+            world_size=self._world_size,
+            peak_tflops=self._platform.peak_tflops(str(self._settings.dtype).removeprefix("torch.")),
+            device_type=self._platform.device_type,
+        )
         self._parts = offload.DeviceParts(self._policy, self._platform.device_type, critic=self._critic_model)
         self._checkpoints = TrainerCheckpoints(self._config.checkpoint, self._policy, self._critic_model, self._others)
+
+    def _build_critic(self, total_steps: int) -> Critic | None:
+        """The critic that takes turns with the policy on these ranks; None where there is none, or it has its own."""
+        if not needs_critic(self._config.algo) or critic_ranks(self._config) is not None:
+            return None
+        own = critic_settings(
+            self._config, self._model, device_type=self._platform.device_type, world_size=self._world_size
+        )
+        return Critic(self._config, self._source, self._model, self._names, own, self._layout, total_steps=total_steps)
 
     def _new_chunk(self, chunk: int) -> model.PolicyModel:
         chunk_size = self._config.train.log_probs_chunk_size
@@ -148,7 +157,7 @@ class MegatronTrainer:
 
     def log_probs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
         """[T] log-probs of each token at the sampling temperature; NaN at each first token."""
-        return self._batch_log_probs(batch, _all_but_first(batch), routing=self._routing(batch).old_policy())
+        return self._batch_log_probs(batch, all_but_first(batch), routing=self._routing(batch).old_policy())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of whole sequences at temperature 1: one [length] array each, NaN first. For the weight probe."""
@@ -178,9 +187,9 @@ class MegatronTrainer:
 
         Raises: ValueError without a critic (--advantage-estimator ppo).
         """
-        if self._ppo is None:
+        if self._critic is None:
             raise ValueError("this trainer has no critic; it has one with --advantage-estimator ppo")
-        return self._ppo.critic.values(batch, _all_but_first(batch), np.zeros(batch.num_samples, np.bool_)).of_tokens
+        return self._critic.values(batch, all_but_first(batch), np.zeros(batch.num_samples, np.bool_)).of_tokens
 
     # Training
 
@@ -192,96 +201,37 @@ class MegatronTrainer:
         Raises: TrainingError naming rank, rollout and step if a loss or gradient is not finite, or a token id is not
             in the vocabulary.
         """
+        training, critic = self._training, self._critic
         with self._profiler.rollout(batch.rollout_id):
-            return self._train(batch)
+            training.begin(batch)
+            values = None
+            if critic is not None:
+                with training.timed("values"):
+                    values = critic_values(critic, training.batch, self._config.critic)
+            training.advantages(values)
+            if critic is not None:
+                with training.timed("critic_train"):
+                    of_critic = critic.train(training.batch, training.batch.loss_mask.astype(np.bool_))
+                training.metrics.update(of_critic)
+            return training.finish()
 
-    def _train(self, batch: TrainBatch) -> Metrics:
-        metrics: Metrics = {}
-        timed = partial(speed.timed, metrics, self._spans)
-        forward.check_tokens(batch, self._model)
-        algo, mask = self._config.algo, batch.loss_mask.astype(np.bool_)
-        policy_loss = algo.loss_type != "sft_loss"
-        trains_policy = self._ppo is None or self._ppo.trains_policy(batch)
-        old, reference, routing = None, None, self._routing(batch)
-        in_reward = policy_loss and algo.kl_coef != 0
-        reads_old = in_reward or self._hooks.reads_old_log_probs or not trains_policy or algo.removes_tokens
-        if policy_loss and (len(batch.steps) > 1 or reads_old):
-            with timed("log_probs"):
-                old = self._batch_log_probs(batch, mask, routing=routing.old_policy())
-        others, log_probs = self._others, partial(self._batch_log_probs, batch)
-        if others.reference is not None:
-            with timed("ref_log_probs"), others.reference.in_place():
-                reference = log_probs(mask, "ref_")
-        batch = others.with_teacher(batch, mask, log_probs, timed)
-        if self._ppo is not None:
-            with timed("values"):
-                batch, of_values = self._ppo.with_advantages(batch, old, reference)
-            metrics |= of_values
-        elif in_reward:
-            assert old is not None and reference is not None, "--kl-coef needs both"
-            batch, metrics_of_kl = kl_in_reward.with_advantages(batch, old, reference, algo)
-            metrics |= metrics_of_kl | advantage_metrics(batch)
-        batch, own = self._hooks.prepare(batch, old_log_probs=old, ref_log_probs=reference)
-        metrics |= own
-        mask = batch.loss_mask.astype(np.bool_)
-        if self._ppo is not None:
-            with timed("critic_train"):
-                metrics |= self._ppo.critic.train(batch, mask)
-        if trains_policy:
-            # The old policy is the one that sampled.
-            of_sampler = partial(log_probs, routing=routing.sampler())
-            first = others.log_probs_of_sampler(batch, mask, old, of_sampler, timed, metrics)
-            learnt, columns = batch, micro_loss.Columns.of(batch, first, reference, algo)
-            if policy_loss and algo.removes_tokens:
-                assert first is not None, "what is rejected must be known before the first step"
-                learnt, of_correction = correction.without_rejected(batch, first, self._config)
-                metrics |= of_correction
-            with timed("actor_train"):
-                results = [self._train_step(learnt, k, columns, routing) for k in range(len(batch.steps))]
-                self._policy.finish_param_gather()
-            if old is None and policy_loss:
-                old = forward.share(results[0].log_probs.cpu().numpy(), results[0].wanted, mask)
-            metrics = train_step.result_metrics(results) | metrics
-        metrics |= self._others.trained(batch.rollout_id) | routing.metrics()
-        if old is not None and policy_loss:
-            metrics |= agreement_metrics(batch, mask, old, reference)
-        counts = {"step": self._step, "tokens": len(batch.tokens), "global_batch_size": batch.global_batch_size}
-        metrics |= {f"train/{name}": float(count) for name, count in counts.items()}
-        world_size, peak = self._world_size, self._peak_tflops
-        metrics |= speed.speed_metrics(metrics, batch, self._model, num_devices=world_size, peak_tflops=peak)
-        return metrics | speed.memory_metrics(self._platform.device_type)
+    def begin_train(self, batch: TrainBatch) -> None:
+        """The first of three parts of `train`, for a critic on ranks of its own, which gives its values meanwhile."""
+        self._training.begin(batch)
+
+    def critic_targets(self, values: Values) -> CriticTargets:
+        """The second part: advantages, and what the critic is trained on. Args: values: of the batch begun."""
+        self._training.advantages(values)
+        return targets_of(self._training.batch)
+
+    def end_train(self) -> Metrics:
+        """The third part: the optimizer steps, while the critic takes its own. Returns: as `train` does."""
+        with self._profiler.rollout(self._training.batch.rollout_id):
+            return self._training.finish()
 
     def take_spans(self) -> list[Span]:
         """What this rank was busy with since the last call; for the trace."""
         return self._spans.take()
-
-    def _train_step(
-        self, batch: TrainBatch, k: int, columns: micro_loss.Columns, routing: RolloutRouting
-    ) -> train_step.StepResult:
-        if self._hooks.before_step is not None:
-            self._policy.finish_param_gather()
-        self._hooks.before_train_step(batch.rollout_id, k, self._policy)
-        plan = forward.filled_up(batch.steps[k][parallel.dp_rank()], self._layout.group)
-        mask, temperature = batch.loss_mask.astype(np.bool_), self._config.rollout.rollout_temperature
-        pack = partial(packing.pack, layout=self._layout, temperature=temperature, support=batch.support)
-        told = routing.training()
-        micro_batches = (pack(batch.tokens, batch.cu_seqlens, samples, mask, routing=told) for samples in plan)
-        with self._spans.span(f"optimizer step {self._step}", micro_batches=len(plan)):
-            result = train_step.train_step(
-                self._policy,
-                micro_batches,
-                len(plan),
-                batch,
-                columns,
-                self._config.algo,
-                functions=micro_loss.OwnFunctions(
-                    self._hooks.own_loss if self._hooks.loss is not None else None,
-                    self._hooks.own_correction if self._hooks.correction is not None else None,
-                ),
-                where=f"rollout {batch.rollout_id}, step {self._step} (number {k} of this rollout)",
-            )
-        self._step += 1
-        return result
 
     # Weights
 
@@ -312,7 +262,7 @@ class MegatronTrainer:
 
     @property
     def _critic_model(self) -> model.Policy | None:
-        return None if self._ppo is None else self._ppo.critic.trained
+        return None if self._critic is None else self._critic.trained
 
     @property
     def _trained(self) -> list[model.Policy]:
@@ -323,12 +273,12 @@ class MegatronTrainer:
 
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler, random state and step counter under `path`."""
-        self._checkpoints.begin(Path(path), step=self._step, in_background=False)
+        self._checkpoints.begin(Path(path), step=self._training.step, in_background=False)
         self.end_save(wait=True)
 
     def begin_save(self, path: Path) -> None:
         """`save` in the background: what is trained from now on is not in it; `end_save` follows."""
-        self._checkpoints.begin(Path(path), step=self._step, in_background=True)
+        self._checkpoints.begin(Path(path), step=self._training.step, in_background=True)
 
     def end_save(self, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole now. Args: wait: until it is.
@@ -342,7 +292,7 @@ class MegatronTrainer:
 
         Raises: ConfigError if `path` is no checkpoint of this model.
         """
-        self._step = self._checkpoints.load(Path(path))
+        self._training.step = self._checkpoints.load(Path(path))
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Leave the device with these parts (colocate); on the CPU platform nothing moves."""
@@ -367,10 +317,3 @@ class MegatronTrainer:
         for trained in self._trained:
             trained.release()
         parallel.stop()
-
-
-def _all_but_first(batch: TrainBatch) -> Bools:
-    """[T] all tokens that something predicts."""
-    wanted = np.ones(len(batch.tokens), dtype=np.bool_)
-    wanted[batch.cu_seqlens[:-1]] = False
-    return wanted
