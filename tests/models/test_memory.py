@@ -40,6 +40,15 @@ def test_a_reference_takes_host_memory_and_nothing_of_the_device():
     assert with_one.host_bytes - without.host_bytes == 2 * n
 
 
+def test_a_teacher_of_another_size_is_on_the_host_and_comes_to_the_device_for_its_forward_pass():
+    n = parameters(QWEN3_8B).total
+    (without,), (taught,) = (estimate(QWEN3_06B, Division(), Training(teacher=t)) for t in (None, QWEN3_8B))
+    assert taught.host_bytes - without.host_bytes == 2 * n
+    (alone,) = estimate(QWEN3_8B, Division(), Training())
+    assert taught.moments["teacher's forward"] == 2 * n + alone.moments["forward alone"]
+    assert taught.parts["working memory"] == taught.moments["teacher's forward"]
+
+
 def test_a_critic_is_a_second_model_without_the_rows_of_a_vocabulary_head():
     hidden = QWEN3_8B.transformer["hidden_size"]
     n = parameters(QWEN3_8B).total - QWEN3_8B.vocab_size * hidden + hidden + 1

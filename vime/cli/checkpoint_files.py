@@ -9,12 +9,12 @@ from typing import Any
 from vime.config import Config
 from vime.config.dtype import stored_dtype
 from vime.config.estimators import needs_reference
-from vime.config.hf import tokenizer_problem
+from vime.config.hf import token_problem, tokenizer_problem
 from vime.config.hf_weights import read_json_object
 from vime.config.modes import trains
 from vime.errors import ConfigError
 from vime.models import ModelSettings, family_of
-from vime.models.stored import checked_weights, reference_problem
+from vime.models.stored import checked_weights, reference_problem, vocabulary_problem
 from vime.models.value_head import CriticNames, trunk_config, untied
 
 _REMEDY = "give --bf16 to have all in bfloat16, or --no-bf16 to have all in float32"
@@ -43,7 +43,7 @@ def check_checkpoint_files(config: Config, folder: Path, model: Mapping[str, Any
         problems += _reference_problems(Path(config.checkpoint.ref_load), settings, folder, flag="--ref-load")
     if config.algo.use_opd and config.teacher.opd_teacher_load is not None and trains(config):
         teacher = Path(config.teacher.opd_teacher_load)
-        problems += _reference_problems(teacher, settings, folder, flag="--opd-teacher-load")
+        problems += _teacher_problems(teacher, settings, folder)
     if config.critic.critic_load is not None and trains(config):
         problems += _critic_problems(Path(config.critic.critic_load), settings, folder)
     if problems:
@@ -62,6 +62,20 @@ def _reference_problems(folder: Path, policy: ModelSettings, policy_folder: Path
     except ConfigError as error:
         return [f"{flag}: {problem}" for problem in error.problems]
     return []
+
+
+def _teacher_problems(folder: Path, policy: ModelSettings, policy_folder: Path) -> list[str]:
+    """What is wrong with the checkpoint of a teacher, which may be of another architecture, but of the same tokens."""
+    flag = "--opd-teacher-load"
+    try:
+        family = family_of(hf := read_json_object(folder / "config.json"))
+        settings = family.settings(hf)
+        if problem := vocabulary_problem(folder, settings, policy, flag=flag):
+            return [problem]
+        checked_weights(folder, family.name_map(settings), settings, reads_head=True)
+    except ConfigError as error:
+        return [f"{flag}: {problem}" for problem in error.problems]
+    return [*filter(None, [token_problem(folder, policy_folder, flag=flag)])]
 
 
 def _critic_problems(folder: Path, policy: ModelSettings, policy_folder: Path) -> list[str]:

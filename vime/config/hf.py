@@ -63,6 +63,45 @@ def load_tokenizer(folder: Path | str) -> Any:
         ) from error
 
 
+def token_problem(folder: Path, policy_folder: Path, *, flag: str) -> str | None:
+    """A sentence if a checkpoint's token ids mean other tokens than the policy's; None if not, or where files lack.
+
+    A token that only one of the two has is no difference: the policy samples none that it has not.
+
+    Args: flag: by which the user named the folder.
+    """
+    ours, theirs = (_tokens(path / "tokenizer.json") for path in (policy_folder, folder))
+    by_id = {number: token for token, number in theirs.items()}
+    others = [
+        (token, number)
+        for token, number in ours.items()
+        if theirs.get(token, number) != number or by_id.get(number, token) != token
+    ]
+    if not others:
+        return None
+    token, number = min(others, key=lambda pair: pair[1])
+    return (
+        f"{flag} {folder} has another tokenizer: {len(others)} tokens of the policy's have other ids there, such as "
+        f"{number}, which is {token!r} for the policy; samples are taken over as token ids"
+    )
+
+
+def _tokens(file: Path) -> dict[str, int]:
+    """Ids by token, of a tokenizer.json of any kind; empty where there is none."""
+    if not file.is_file():
+        return {}
+    tokenizer = read_json_object(file)
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # of a unigram model: pairs of token and score
+        vocab = {str(entry[0]): number for number, entry in enumerate(vocab)}
+    added = tokenizer.get("added_tokens")
+    return {
+        **(vocab if isinstance(vocab, dict) else {}),
+        **{entry["content"]: entry["id"] for entry in (added if isinstance(added, list) else [])},
+    }
+
+
 def _folder(checkpoint: str) -> Path | None:
     """The folder meant, or None where the words can only be a hub name."""
     try:

@@ -7,7 +7,7 @@ come and go are bounds. What the device's driver, NCCL and the allocator take is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vime.models.activations import (
     Recompute,
@@ -58,6 +58,8 @@ class Training:
     """Part of the optimizer's state that lives in host memory."""
     num_host_weights: int = 0
     """Further sets of weights in host memory: a reference, a teacher, earlier versions."""
+    teacher: ModelSettings | None = None
+    """Of another architecture, a model of its own: on the host, and on the device for its forward pass."""
     has_critic: bool = False
     """A second model that is trained (PPO)."""
     sync_buffer_bytes: int = 512 * MIB
@@ -160,6 +162,11 @@ def _device(
         critic = (width + _gradient_width(training)) * of_critic.total
         critic_state = round(on_device * _optimizer_bytes(of_critic, division, training))
     moments = _moments(model, division, training, own, rank)
+    if training.teacher is not None:
+        taught = width * rank_parameters(training.teacher, replace(division, stage_layers=None), rank).total
+        host += taught
+        forward = _moments(training.teacher, replace(division, stage_layers=None), training, own, rank)
+        moments["teacher's forward"] = taught + forward["forward alone"]
     if engine is not None:
         moments["weight sync"] += engine_sync_bytes(model, engine, training)
     fullest = max(moments.values())

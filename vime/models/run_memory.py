@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from vime.config import Config
 from vime.config.critic_ranks import critic_layout, critic_ranks
 from vime.config.estimators import needs_critic, needs_reference
+from vime.config.hf_weights import read_json_object
 from vime.config.parallel import parallel_sizes
 from vime.config.validate_cluster import engine_devices
+from vime.models import family_of
 from vime.models.activations import Recompute
 from vime.models.division import Division
 from vime.models.memory import (
@@ -26,6 +29,7 @@ from vime.models.memory import (
 )
 from vime.models.settings import ModelSettings
 from vime.models.sharing import Need, Wishes
+from vime.models.stored import same_architecture
 
 _MAX_NUM_SEQS = 1024  # vLLM's own default on devices of 70 GiB or more; a smaller one only makes the estimate safer
 
@@ -55,6 +59,7 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
     context = parallel_sizes(megatron).context
     tokens = train.max_tokens_per_gpu if train.use_dynamic_batch_size else None
     full = megatron.get("recompute_granularity") == "full"
+    teacher = _own_teacher(config, model)
     return Training(
         dtype=dtype,
         tokens=tokens if tokens is not None else -(-train.micro_batch_size * length // context),
@@ -71,7 +76,8 @@ def training_of(config: Config, model: ModelSettings, dtype: str) -> Training:
         optimizer_offload_fraction=(
             megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         ),
-        num_host_weights=_num_host_weights(config),
+        num_host_weights=_num_host_weights(config, has_own_teacher=teacher is not None),
+        teacher=teacher,
         has_critic=needs_critic(config.algo) and critic_ranks(config) is None,
         sync_buffer_bytes=config.sync.update_weight_buffer_size,
         saves_optimizer=config.checkpoint.save is not None and not config.checkpoint.no_save_optim,
@@ -90,9 +96,19 @@ def critic_memory(config: Config, model: ModelSettings, dtype: str) -> list[Devi
     return estimate_critic(model, division_of(own, model, ranks.total), training)
 
 
-def _num_host_weights(config: Config) -> int:
-    """Sets of weights beside the policy's: a reference, a teacher, and those of the two newest versions sent."""
-    has_teacher = config.algo.use_opd and config.teacher.opd_teacher_load is not None
+def _own_teacher(config: Config, policy: ModelSettings) -> ModelSettings | None:
+    """A teacher in the trainer whose weights cannot take the policy's place."""
+    load = config.teacher.opd_teacher_load
+    if not config.algo.use_opd or load is None or not (Path(load) / "config.json").is_file():
+        return None
+    hf = read_json_object(Path(load) / "config.json")
+    teacher = family_of(hf).settings(hf)
+    return None if same_architecture(teacher, policy) else teacher
+
+
+def _num_host_weights(config: Config, *, has_own_teacher: bool) -> int:
+    """Sets of weights beside the policy's: a reference, a teacher's, and those of the two newest versions sent."""
+    has_teacher = config.algo.use_opd and config.teacher.opd_teacher_load is not None and not has_own_teacher
     return needs_reference(config.algo) + has_teacher + 2 * config.algo.keep_old_actor
 
 

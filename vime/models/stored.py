@@ -133,11 +133,23 @@ def reference_problem(
 
     Args: flag: by which it was given: a reference, or what a critic begins with.
     """
-    if reference.vocab_size != policy.vocab_size:
-        return f"{flag} {folder} has a vocabulary of {reference.vocab_size}, the policy of {policy.vocab_size}"
+    if problem := vocabulary_problem(folder, reference, policy, flag=flag):
+        return problem
     if differing := _differences(reference, policy):
         return f"{flag} {folder} has another architecture than {policy_folder}: {differing}"
     return None
+
+
+def vocabulary_problem(folder: Path, other: ModelSettings, policy: ModelSettings, *, flag: str) -> str | None:
+    """A sentence if token ids of the policy's cannot be another model's; None if they can."""
+    if other.vocab_size != policy.vocab_size:
+        return f"{flag} {folder} has a vocabulary of {other.vocab_size}, the policy of {policy.vocab_size}"
+    return None
+
+
+def same_architecture(other: ModelSettings, policy: ModelSettings) -> bool:
+    """Whether one's weights fit the other's layers, and compute the same there."""
+    return not _differences(other, policy)
 
 
 def _differences(reference: ModelSettings, policy: ModelSettings) -> str:

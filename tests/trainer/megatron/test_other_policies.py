@@ -1,5 +1,6 @@
 """Teachers and earlier versions of the policy, whose log-probs the loss reads."""
 
+import json
 from collections import deque
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from tests.trainer.megatron.test_trainer import LENGTHS
 from vime.batch_columns import POLICY_VERSIONS, TEACHER_LOG_PROBS
 from vime.config import AlgoConfig, TeacherConfig
-from vime.errors import TrainingError
+from vime.errors import ConfigError, TrainingError
 
 OPD = AlgoConfig(use_opd=True, opd_kl_coef=0.5)
 
@@ -71,6 +72,33 @@ def test_the_teacher_is_taken_from_the_advantages(model_folder, make_trainer, ma
         assert own["train/pg_loss"] == pytest.approx(-(batch.loss_weights[on] * advantages[on]).sum(), rel=1e-4)
     with pytest.raises(TrainingError, match="came without a teacher's log-probs"):
         make_trainer(folder, algo=OPD).train(batch)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+def test_a_teacher_may_be_of_another_size_or_family(model_folder, make_trainer, make_batch, kind):
+    folder, _ = model_folder()
+    other, _ = model_folder(kind, layers=3, seed=9, tied=False)
+    batch = make_batch(LENGTHS, micro=1, steps=2)
+    teacher = make_trainer(other).log_probs(batch)
+    trainer = make_trainer(folder, algo=OPD, teacher=TeacherConfig(opd_teacher_load=str(other)))
+    before = {name: tensor.clone() for name, tensor in trainer._others.teacher._chunks[0].state_dict().items()}
+    student = trainer.log_probs(batch)
+    metrics = trainer.train(batch)
+    on, kl = batch.loss_mask == 1, student - teacher
+    assert metrics["train/opd_kl"] == pytest.approx((batch.loss_weights[on] * kl[on]).sum() / 2, rel=1e-4)
+    assert metrics["perf/teacher_log_probs_time"] > 0
+    np.testing.assert_allclose(trainer._others.teacher.log_probs(batch, on)[on], teacher[on], atol=1e-6)
+    after = trainer._others.teacher._chunks[0].state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if isinstance(tensor, torch.Tensor))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model_folder, make_trainer):
+    folder, _ = model_folder()
+    other, _ = model_folder(seed=9)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 62, "num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .* has a vocabulary of 62, the policy of 61"):
+        make_trainer(folder, algo=OPD, teacher=TeacherConfig(opd_teacher_load=str(other)))
 
 
 def test_a_student_approaches_its_teacher(model_folder, make_trainer, make_batch):

@@ -25,8 +25,11 @@ from vime.batch_columns import POLICY_VERSIONS, TEACHER_LOG_PROBS
 from vime.config import Config
 from vime.config.estimators import needs_reference
 from vime.errors import TrainingError
-from vime.models import ModelSettings, NameMap
+from vime.models import ModelSettings, NameMap, family_of
+from vime.models.stored import same_architecture
+from vime.trainer.megatron import hf_io
 from vime.trainer.megatron.host_weights import HostWeights
+from vime.trainer.megatron.own_teacher import OwnTeacher
 from vime.trainer.megatron.reference import load_reference
 from vime.types import Metrics, PolicyVersion, TrainBatch
 
@@ -42,6 +45,25 @@ _REFERENCE = "reference_rollout"
 _FIRST = -1  # of no rollout: what it was when the run began
 
 
+def _teacher(
+    config: Config,
+    folder: Path,
+    source: Path,
+    chunks: Sequence[torch.nn.Module],
+    model: ModelSettings,
+    names: NameMap,
+    dtype: torch.dtype,
+    device_type: str,
+) -> HostWeights | OwnTeacher:
+    """Weights that trade places with the policy's where they fit its modules; else a model of its own."""
+    settings = family_of(hf := hf_io.read_config(folder)).settings(hf)
+    if same_architecture(settings, model):
+        return load_reference(
+            folder, chunks, model, names, policy_folder=source, dtype=dtype, flag="--opd-teacher-load"
+        )
+    return OwnTeacher(config, folder, model, dtype, device_type=device_type)
+
+
 class OtherPolicies:
     """Of one rank, on the policy's modules.
 
@@ -50,6 +72,7 @@ class OtherPolicies:
         chunks: this rank's part of the policy, as it is trained.
         model, names: its settings and tensors.
         dtype: of its weights.
+        device_type: "cpu" or "cuda".
     Raises: ConfigError if --ref-load cannot be the reference, or --opd-teacher-load the teacher.
     """
 
@@ -61,6 +84,8 @@ class OtherPolicies:
         model: ModelSettings,
         names: NameMap,
         dtype: torch.dtype,
+        *,
+        device_type: str,
     ) -> None:
         self._config = config
         self.reference: HostWeights | None = None
@@ -68,11 +93,9 @@ class OtherPolicies:
         if needs_reference(config.algo):
             folder = Path(config.checkpoint.ref_load or source)
             self.reference = load_reference(folder, chunks, model, names, policy_folder=source, dtype=dtype)
-        self.teacher: HostWeights | None = None
+        self.teacher: HostWeights | OwnTeacher | None = None
         if config.algo.use_opd and (load := config.teacher.opd_teacher_load) is not None:
-            self.teacher = load_reference(
-                Path(load), chunks, model, names, policy_folder=source, dtype=dtype, flag="--opd-teacher-load"
-            )
+            self.teacher = _teacher(config, Path(load), source, chunks, model, names, dtype, device_type)
         self._chunks = chunks
         self._sent: dict[PolicyVersion, HostWeights] = {}
 
@@ -95,8 +118,12 @@ class OtherPolicies:
                     f"rollout {batch.rollout_id} came without a teacher's log-probs, and --opd-teacher-load names none"
                 )
             return batch
-        with timed("teacher_log_probs"), self.teacher.in_place():
-            values = log_probs(mask, "teacher_")
+        with timed("teacher_log_probs"):
+            if isinstance(self.teacher, OwnTeacher):
+                values = self.teacher.log_probs(batch, mask)
+            else:
+                with self.teacher.in_place():
+                    values = log_probs(mask, "teacher_")
         return replace(batch, extra={**batch.extra, TEACHER_LOG_PROBS: values})
 
     def published(self, version: PolicyVersion) -> None:

@@ -118,8 +118,17 @@ class MegatronTrainer:
         self._routers = routers_of(chunks, self._settings)
         self._routing = partial(RolloutRouting, self._routers, records=train.use_routing_replay)
         self._policy = model.build_policy(chunks, self._forward, self._settings, train, total_steps=total_steps)
-        self._others = OtherPolicies(self._config, self._source, chunks, self._model, self._names, self._settings.dtype)
-        self._layout = layout_of(self._model, self._settings, self._platform.device_type, aligned=train.aligned)
+        device_type = self._platform.device_type
+        self._others = OtherPolicies(
+            self._config,
+            self._source,
+            chunks,
+            self._model,
+            self._names,
+            self._settings.dtype,
+            device_type=device_type,
+        )
+        self._layout = layout_of(self._model, self._settings, device_type, aligned=train.aligned)
         self._critic = self._build_critic(total_steps)
         self._training = RolloutTraining(
             self._config,
@@ -134,9 +143,9 @@ class MegatronTrainer:
             spans=self._spans,
             world_size=self._world_size,
             peak_tflops=self._platform.peak_tflops(str(self._settings.dtype).removeprefix("torch.")),
-            device_type=self._platform.device_type,
+            device_type=device_type,
         )
-        self._parts = offload.DeviceParts(self._policy, self._platform.device_type, critic=self._critic_model)
+        self._parts = offload.DeviceParts(self._policy, device_type, critic=self._critic_model)
         self._checkpoints = TrainerCheckpoints(self._config.checkpoint, self._policy, self._critic_model, self._others)
 
     def _build_critic(self, total_steps: int) -> Critic | None:
