@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.config.hf import load_tokenizer, local_checkpoint, read_model_config
+from vime.config.hf import load_tokenizer, local_checkpoint, read_model_config, token_problem
 from vime.errors import ConfigError
 
 
@@ -73,3 +73,23 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="code of its own"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def tokenizer(folder: Path, vocab: object, added: object = ()) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": list(added)}))
+    return folder
+
+
+def test_checkpoints_must_mean_the_same_tokens_by_the_same_ids(tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path / "ours", {"a": 0, "b": 1}, [{"content": "<end>", "id": 2}])
+    more = tokenizer(tmp_path / "more", {"a": 0, "b": 1, "<end>": 2, "c": 3})
+    pairs = tokenizer(tmp_path / "pairs", [["a", -1.0], ["b", -2.0]])
+    swapped = tokenizer(tmp_path / "swapped", {"b": 0, "a": 1}, [{"content": "<end>", "id": 2}])
+    another = tokenizer(tmp_path / "another", {"a": 0, "b": 1, "<stop>": 2})
+    for same in (ours, more, pairs, tmp_path):
+        assert token_problem(same, ours, flag="--x") is None
+    assert "2 tokens of the policy's have other ids there, such as 0, which is 'a'" in str(
+        token_problem(swapped, ours, flag="--x")
+    )
+    assert "such as 2, which is '<end>'" in str(token_problem(another, ours, flag="--x"))
