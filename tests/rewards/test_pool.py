@@ -97,6 +97,18 @@ def test_graders_do_not_see_secrets_of_the_environment(monkeypatch: pytest.Monke
         pool.close()
 
 
+def test_a_worker_that_is_killed_while_it_loads_a_grader_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pool = GraderPool()
+    try:
+        found = asyncio.run(pool.grade("tests.rewards.killed_at_first.grade", "a", "", {}))
+    finally:
+        pool.close()
+    assert found == FINE and (tmp_path / "was-here").exists()
+
+
 @pytest.mark.skipif(landlock_version() < 6, reason="this kernel has no Landlock, or an old one")
 def test_graders_neither_read_nor_end_the_runs_other_processes(pool: GraderPool) -> None:
     """Whose environment holds the run's key; the pool's owner stands for them."""

@@ -23,6 +23,7 @@ from vime.rewards.worker_process import WorkerFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
+_STARTS = 3  # of a process that ends while it loads a grader: somebody may have killed it
 _START_S = 300.0  # a worker imports sympy for the first time on a busy machine
 
 
@@ -174,6 +175,33 @@ class GraderPool:
 
     def _ready(self, worker: WorkerProcess | None, name: str, load: Callable[[], dict[str, Any]]) -> WorkerProcess:
         """A live worker that has `name` loaded. Raises: RewardError."""
+        for starts_left in reversed(range(_STARTS)):
+            worker = self._fit(worker)
+            if name in worker.loaded:
+                break
+            try:
+                answer = worker.ask(load(), _START_S)
+            except (TimeoutError, WorkerFailed) as error:
+                words = worker.last_words()
+                self._discard(worker)
+                worker = None
+                self._check_open()
+                if starts_left and isinstance(error, WorkerFailed):
+                    logger.warning("grader %s: %s while it started; it is started again", name, error)
+                    continue
+                raise RewardError(
+                    f"the process for grader {name!r} does not start: {error!r}; it may have "
+                    f"{self._memory_limit_bytes} bytes of address space (--rm-memory-limit-bytes)\n{words}"
+                ) from error
+            if "error" in answer:
+                self._discard(worker)  # it has no place among the workers yet, so nobody else would use or end it
+                raise RewardError(f"grader {name!r} cannot be loaded: {answer['error']}")
+            worker.loaded.add(name)
+        assert worker is not None
+        return worker
+
+    def _fit(self, worker: WorkerProcess | None) -> WorkerProcess:
+        """The worker if it lives and is undisturbed, or a new one."""
         self._check_open()
         if worker is not None and not worker.is_fit():  # killed from outside, or disturbed by what a grader left behind
             self._discard(worker)
@@ -183,21 +211,6 @@ class GraderPool:
             with self._lock:
                 self._workers.add(worker)
             self._check_open()
-        if name not in worker.loaded:
-            try:
-                answer = worker.ask(load(), _START_S)
-            except (TimeoutError, WorkerFailed) as error:
-                words = worker.last_words()
-                self._discard(worker)
-                self._check_open()
-                raise RewardError(
-                    f"the process for grader {name!r} does not start: {error!r}; it may have "
-                    f"{self._memory_limit_bytes} bytes of address space (--rm-memory-limit-bytes)\n{words}"
-                ) from error
-            if "error" in answer:
-                self._discard(worker)  # it has no place among the workers yet, so nobody else would use or end it
-                raise RewardError(f"grader {name!r} cannot be loaded: {answer['error']}")
-            worker.loaded.add(name)
         return worker
 
     def _discard(self, worker: WorkerProcess) -> None:
