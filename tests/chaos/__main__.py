@@ -64,7 +64,11 @@ class Chaos:
             for line in lines:
                 print(f"  {word} {line}")
         is_well = not any(lines for _, lines in problems) and not faults
-        how = "well" if is_well else f"play it again: --rounds 1 --seed {plan.seed} --engine {plan.engine}"
+        how = (
+            "well"
+            if is_well
+            else f"play it again: --rounds 1 --seed {plan.seed} --engine {plan.engine} and the other options"
+        )
         print(f"  {result.num_starts} starts, {time.monotonic() - begin:.0f} s: {how}", flush=True)
         if is_well and not self._keeps:
             _remove(result)
@@ -110,6 +114,8 @@ def main() -> int:
     parser.add_argument("--engine", choices=("stub", "vllm", "mixed"), default="mixed")
     parser.add_argument("--victims", help=f"comma-separated, of {', '.join(VICTIMS)}; default: all")
     parser.add_argument("--program", choices=("train.py", "train_async.py"), help="default: drawn per round")
+    parser.add_argument("--kills", type=int, help="of a round; default: 3 to 5 with stubs, 2 or 3 with vLLM")
+    parser.add_argument("--rollouts", type=int, help="of a round's run; default: 8 with stubs, 5 with vLLM")
     parser.add_argument("--out", type=Path, help="keep the runs here; default: those that went well are removed")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
@@ -121,7 +127,15 @@ def main() -> int:
         engine = options.engine
         if engine == "mixed":
             engine = "vllm" if number % _REAL_EVERY == _REAL_EVERY - 1 else "stub"
-        chaos.round(draw_plan(seed + number, engine, victims=victims, program=options.program))
+        plan = draw_plan(
+            seed + number,
+            engine,
+            victims=victims,
+            num_kills=options.kills,
+            num_rollouts=options.rollouts,
+            program=options.program,
+        )
+        chaos.round(plan)
     if chaos.is_well and options.out is None:
         shutil.rmtree(folder)
     print(chaos.summary(), flush=True)
