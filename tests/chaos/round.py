@@ -28,7 +28,7 @@ _WRONG_SETTINGS = 2  # exit code
 _IS_UP = "start took"  # what a run says before its first rollout
 _LEFT_S = 60.0
 _RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # notice minutes later that their node is gone
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 
 # Words of which a run that ended by itself must say one on a line of its own: who died, or that it was interrupted.
 CAUSE = re.compile(r"^vime: (\w+): .*(engine|router|rank|worker|grader|process|Ray)", re.M | re.I | re.S)
@@ -69,11 +69,16 @@ class Attempt:
         self.processes = RunProcesses(self.process.pid)
         self._progress: Any = None
         self._is_up = False
+        self._steps = self._steps_at = 0
         self._since = time.monotonic()
 
     def steps(self) -> int:
         """Steps of the run so far, those of earlier starts included: the highest one plus 1."""
-        return max((record["step"] + 1 for record in read_metrics(self._metrics)), default=0)
+        size = self._metrics.stat().st_size if self._metrics.exists() else 0
+        if size != self._steps_at:
+            self._steps = max((record["step"] + 1 for record in read_metrics(self._metrics)), default=0)
+            self._steps_at = size
+        return self._steps
 
     def has_reached(self, rollout: int) -> bool:
         """Whether this start has come so far: -1 is the start itself, 0 the first rollout that follows it."""
