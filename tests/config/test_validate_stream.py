@@ -70,3 +70,7 @@ def test_its_settings_are_read_with_it_alone() -> None:
     keys = {"stream.max_staleness", "stream.stale_groups", "rollout.partial_rollout"}
     said = list(unread_settings(config(stream={"fully_async": False}, rollout={"partial_rollout": True}), keys))
     assert len(said) == 3 and sum("add --fully-async" in problem for problem in said) == 2
+
+
+def test_a_number_below_its_range_is_left_to_the_ranges() -> None:
+    assert list(check_stream(config(stream={"max_staleness": -1}), overlapped=True)) == []

@@ -7,6 +7,7 @@ vllm-router are not listed here: they keep their owners' names and travel in `Co
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,13 @@ class CheckpointConfig:
     save_hf_interval: int | None = setting(None, "write one every this many rollouts, too")
     no_save_optim: bool = setting(False, "leave optimizer and random state out of checkpoints (they cannot be resumed)")
     no_load_optim: bool = setting(False, "resume the weights only")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether --load is the folder of --save, however the two are spelt: such a run goes on with itself."""
+        return None not in (self.load, self.save) and os.path.realpath(str(self.load)) == os.path.realpath(
+            str(self.save)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from vime.config import Config, hook_table
 def check_paths(config: Config) -> Iterator[str]:
     """Folders that must exist, or must be writable."""
     checkpoint = config.checkpoint
-    if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
+    if checkpoint.load is not None and not checkpoint.goes_on and not Path(checkpoint.load).is_dir():
         yield f"--load {checkpoint.load}: there is no such folder"
     if checkpoint.ref_load is not None and not (Path(checkpoint.ref_load) / "config.json").is_file():
         yield (

@@ -36,7 +36,7 @@ def check_stream(config: Config, *, overlapped: bool) -> Iterator[str]:
             "whenever there is room, and aborts none as surplus; use --max-groups-in-flight"
         )
     interval = config.sync.update_weights_interval
-    if stream.max_staleness < interval - 1:
+    if 0 <= stream.max_staleness < interval - 1:
         yield (
             f"--max-staleness is {stream.max_staleness}, but with --update-weights-interval {interval} tokens are "
             f"{interval - 1} versions old as soon as they are sampled; use {interval - 1} or more"

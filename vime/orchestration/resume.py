@@ -35,7 +35,7 @@ def checkpoint_to_load(config: Config) -> Checkpoint | None:
     if settings.load is None:
         return None
     folder = Path(settings.load)
-    if settings.load == settings.save and settings.ckpt_step is None and not find_checkpoints(folder):
+    if settings.goes_on and settings.ckpt_step is None and not find_checkpoints(folder):
         return None
     if not trains(config):
         raise ConfigError(
@@ -127,6 +127,6 @@ def load(
     if not checkpoint.skipped:
         return done
     passed_over = "; ".join(f"{path.name} is damaged ({damage})" for path, damage in checkpoint.skipped)
-    moved = set_aside(checkpoint) if config.checkpoint.save == config.checkpoint.load else []
+    moved = set_aside(checkpoint) if config.checkpoint.goes_on else []
     aside = f" and is called {', '.join(path.name for path in moved)} now" if moved else ""
     return f"{passed_over}{aside}; {done}"
