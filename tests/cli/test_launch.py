@@ -1,5 +1,8 @@
 """What train.py says before it starts anything."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from vime.cli.launch import _check_machine, main
 from vime.config import ClusterConfig
 from vime.errors import ConfigError
+from vime.loop.folder_lock import only_run_in
 from vime.observability.run_folder import RunFolder
 from vime.platform.cpu import CpuPlatform
 
@@ -59,3 +63,24 @@ def test_a_refused_run_keeps_a_folder_with_logs(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     (folder.path / "logs").mkdir()
     assert not folder.remove_unused() and folder.path.exists()
+
+
+def test_two_runs_do_not_share_a_folder(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("of the first run\n")
+    if (pid := os.fork()) == 0:
+        try:
+            with only_run_in(folder, "--run-dir"):
+                signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        while not (folder / ".in_use").is_file() or not (folder / ".in_use").read_text():
+            time.sleep(0.01)
+        assert main([*argv, "--run-dir", str(folder)]) == 2
+        assert f"--run-dir {folder} is written to by another run (process {pid} on " in capsys.readouterr().err
+        assert (folder / "config.yaml").read_text() == "of the first run\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from vime.config import ClusterConfig, Config
 from vime.config.eval_sets import eval_sets
 from vime.errors import ConfigError, VimeError
+from vime.loop.folder_lock import only_run_in
 from vime.observability.start_times import StartTimes
 from vime.platform import get_platform
 
@@ -48,11 +49,11 @@ def main(argv: Sequence[str], *, overlapped: bool = False, begin: float | None =
     try:
         folder = RunFolder(path)
         program = "train_async.py" if overlapped else "train.py"
-        folder.write_config(
-            {"program": program, "settings": config, "eval_sets": eval_sets(config), "origin": resolved.origin}
-        )
-        folder.write_versions()
-        with RunProgress(config.rollout.num_rollout or 0) as progress:
+        with only_run_in(path, "--run-dir"), RunProgress(config.rollout.num_rollout or 0) as progress:
+            folder.write_config(
+                {"program": program, "settings": config, "eval_sets": eval_sets(config), "origin": resolved.origin}
+            )
+            folder.write_versions()
             progress.message(f"run folder {path}")
             with times.part("imports"):
                 from vime.orchestration import ray_environment

@@ -1,4 +1,4 @@
-"""One run at a time in a folder of checkpoints: two would remove each other's unfinished ones, and mix the finished."""
+"""One run at a time in a folder: two would remove each other's unfinished files, and mix the finished."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LOCK_FILE = ".in_use"
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, flag: str = "--save") -> Iterator[None]:
     """Hold the folder, which is made if it is not there. The lock is the process's: it ends with it, however it ends.
 
+    Args: flag: that names the folder, for messages.
     Raises: ConfigError if another run holds it; OSError if no file can be made there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +35,9 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise ConfigError(
-                    f"--save {folder} is written to by another run ({holder}); end it, or give another folder"
+                    f"{flag} {folder} is written to by another run ({holder}); end it, or give another folder"
                 ) from error
-            logger.warning("--save %s cannot be locked (%s); see to it that no other run writes there", folder, error)
+            logger.warning("%s %s cannot be locked (%s); see to it that no other run writes there", flag, folder, error)
         else:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

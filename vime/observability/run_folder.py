@@ -58,7 +58,7 @@ class RunFolder:
 
         One that was there before stays, and so does one that holds anything beside what the settings gave.
         """
-        kept = {"config.yaml", "versions.json", "rollouts"}
+        kept = {"config.yaml", "versions.json", "rollouts", ".in_use"}
         if not self._is_new or {entry.name for entry in self.path.iterdir()} - kept:
             return False
         if any((self.path / "rollouts").iterdir()):
