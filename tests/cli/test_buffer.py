@@ -67,3 +67,27 @@ def test_a_life_is_told_by_group_and_by_prompt(run: Path, capsys: pytest.Capture
 def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["buffer", str(tmp_path)]) == 2
     assert f"{tmp_path}: no journal there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"settings: [", "config.yaml is not YAML"),
+        (b"\xff\xfe", "config.yaml is not YAML"),
+        (b"settings: null", "no journal there"),
+        (b"settings: {checkpoint: [1]}", "no journal there"),
+        (b"settings: {checkpoint: {save: 5}}", "no journal there"),
+    ],
+)
+def test_settings_that_are_no_runs_are_said_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes, said: str
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(text)
+    assert main(["buffer", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["-1", str(2**63), "x"])
+def test_a_number_that_no_group_has_is_refused(run: Path, number: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["buffer", str(run), "--group", number])

@@ -217,3 +217,11 @@ def test_a_file_that_cannot_grow_ends_with_its_path_and_holds_whole_calls_alone(
     assert stages(journal) == {i: "finished" if i < int(done) else "taken" for i in range(999)}
     assert all(journal.kept(i) is not None for i in range(int(done))) and journal.kept(int(done)) is None
     journal.finished(finished(int(done)))
+
+
+def test_a_journal_whose_last_event_is_no_number_is_damaged(journal: Journal) -> None:
+    journal.set_meta(event="x")
+    journal.close()
+    for opens in (Journal, Journal.read):
+        with pytest.raises(DataError, match="is damaged: its last event is 'x'"):
+            opens(journal.path)

@@ -60,5 +60,7 @@ def test_what_json_cannot_hold_is_refused_and_damaged_bytes_are() -> None:
     group.samples[0].metadata["object"] = object()
     with pytest.raises(TypeError, match="not JSON serializable"):
         group_to_bytes(group)
+    with pytest.raises(ValueError, match="0 bytes hold no group"):
+        group_from_bytes(b"")
     with pytest.raises(ValueError, match="end before"):
         group_from_bytes(group_to_bytes(finished(1))[:-3])

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from vime.config.yaml_file import read_yaml
 from vime.data.accounting import Account, account, prompt_of
 from vime.data.journal import Journal
 from vime.data.journal_life import Life
@@ -39,8 +38,10 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder, its folder of checkpoints, or a journal")
     parser.add_argument("--check", action="store_true", help="account for every prompt; exit with 1 if one is amiss")
-    parser.add_argument("--group", type=int, metavar="ID", help="the life of one group")
-    parser.add_argument("--prompt", type=int, metavar="INDEX", help="the lives of one prompt, by its place in the data")
+    parser.add_argument("--group", type=_number, metavar="ID", help="the life of one group")
+    parser.add_argument(
+        "--prompt", type=_number, metavar="INDEX", help="the lives of one prompt, by its place in the data"
+    )
     wanted = parser.parse_args(argv)
     path = find_journal(Path(wanted.run))
     try:
@@ -55,6 +56,13 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
 
 
+def _number(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no number of a group or prompt; they begin with 0")
+    return number
+
+
 def find_journal(place: Path) -> Path:
     """The journal of a run. Args: place: its folder, that of its checkpoints, or the file. Raises: ConfigError."""
     if place.is_file():
@@ -62,10 +70,11 @@ def find_journal(place: Path) -> Path:
     tried = [place / FILE]
     settings = place / "config.yaml"
     if settings.is_file():
-        saved: Any = yaml.safe_load(settings.read_text(encoding="utf-8"))
-        folder = saved.get("settings", {}).get("checkpoint", {}).get("save") if isinstance(saved, dict) else None
-        if folder is not None:
-            tried.insert(0, Path(folder) / FILE)
+        found: Any = read_yaml(str(settings), "the run's")
+        for name in ("settings", "checkpoint", "save"):
+            found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(found, str):
+            tried.insert(0, Path(found) / FILE)
     for path in tried:
         if path.is_file():
             return path

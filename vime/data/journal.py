@@ -58,7 +58,7 @@ class Journal:
         self._saved_version = version
         self._connection = open_to_write(path)
         meta = self.meta()
-        self._event = int(meta.get("event", 0))
+        self._event = self._last_event(meta)
         self.id = meta.get("id") or uuid.uuid4().hex
         """Names this journal in the checkpoints that belong to it."""
         if "id" not in meta:
@@ -72,7 +72,7 @@ class Journal:
         journal._saved_version = 0
         journal._connection = open_to_read(path)
         meta = journal.meta()
-        journal._event, journal.id = int(meta.get("event", 0)), meta.get("id", "")
+        journal._event, journal.id = journal._last_event(meta), meta.get("id", "")
         return journal
 
     def check_file(self) -> None:
@@ -303,6 +303,13 @@ class Journal:
                 if self._connection.in_transaction:  # SQLite itself rolls back when the disk is full
                     self._execute("ROLLBACK")
                 raise
+
+    def _last_event(self, meta: Mapping[str, str]) -> int:
+        text = meta.get("event", "0")
+        if not (isinstance(text, str) and text.isdecimal()):
+            self._connection.close()
+            raise DataError(f"{self.path}: the journal of the data buffer is damaged: its last event is {text!r}")
+        return int(text)
 
     def _execute(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
         return self._connection.execute(sql, parameters)

@@ -63,6 +63,8 @@ def group_to_bytes(group: Group) -> bytes:
 
 def group_from_bytes(data: bytes) -> Group:
     """The inverse of `group_to_bytes`. Raises: KeyError, TypeError, ValueError on damaged bytes."""
+    if len(data) < 4:
+        raise ValueError(f"{len(data)} bytes hold no group")
     (size,) = struct.unpack_from("<I", data)
     header = json.loads(data[4 : 4 + size])
     take = _Reader(data, 4 + size)

@@ -99,8 +99,7 @@ def with_journal(
 def _prepare(config: Config, path: Path, checkpoint: Checkpoint | None) -> list[str]:
     """Bring the journal that the run goes on with to its place, and others out of it. Returns: what there is to say."""
     if checkpoint is None:
-        goes_on = config.checkpoint.load is not None and config.checkpoint.load == config.checkpoint.save
-        if path.exists() and not goes_on:
+        if path.exists() and not config.checkpoint.goes_on:
             set_aside(path, "earlier")
         return []
     wanted = (checkpoint.data_source.get(KEY) or {}).get("id")
@@ -152,6 +151,9 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _why_not(journal: Journal, config: Config) -> str | None:
     """The settings that changed since the groups were made, as a reason to make them anew."""
-    before, now = json.loads(journal.meta()["settings"]), json.loads(json.dumps(_settings(config)))
+    try:
+        before, now = dict(json.loads(journal.meta()["settings"])), json.loads(json.dumps(_settings(config)))
+    except (TypeError, ValueError):
+        return "the journal does not say under which settings they were made"
     changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     return f"changed since: {', '.join('--' + name.replace('_', '-') for name in changed)}" if changed else None
