@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from vime.engine.vllm import client as client_module
 from vime.engine.vllm import retries, watch
 from vime.engine.vllm.client import RouterClient, VllmEngine
 from vime.engine.vllm.versions import KNOWN
@@ -196,6 +197,15 @@ def test_an_abort_goes_to_every_engine_by_the_id_vllm_knows() -> None:
 
     run(handler, body)
     assert bodies == [{"request_ids": ["generate-tokens-a", "generate-tokens-b"]}] * 2
+
+
+def test_an_engine_that_does_not_answer_an_abort_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_ABORT_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = RouterClient(url, [url], "key", KNOWN[0, 32])
+        with pytest.raises(EngineError, match="abort_requests: no answer"):
+            asyncio.run(client.abort(["a"]))
 
 
 def test_an_old_engine_and_a_sync_in_between_is_refused() -> None:

@@ -31,6 +31,7 @@ from vime.wire import BucketMessage
 
 _GENERATE_PATH = "/inference/v1/generate"
 _STATS_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 30.0  # the server answers at once; a frozen one must not hold up a weight sync or a rollout's end
 
 
 class VllmEngine:
@@ -323,11 +324,12 @@ class RouterClient:
                     text = await response.text()
                     if response.status != 200:
                         raise EngineError(f"{url}/abort_requests answered {response.status}: {_reason(text)}")
-            except aiohttp.ClientError as error:
-                raise EngineError(f"{url}/abort_requests: no answer ({error})") from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise EngineError(f"{url}/abort_requests: no answer ({type(error).__name__}: {error})") from error
 
         # Connections of their own: aborts must not wait for the requests that they end.
-        async with aiohttp.ClientSession(headers=self._headers) as session:
+        timeout = aiohttp.ClientTimeout(total=_ABORT_TIMEOUT_S)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             results = await asyncio.gather(*map(abort_on, self._engine_urls), return_exceptions=True)
         if errors := [result for result in results if isinstance(result, BaseException)]:
             raise errors[0]
