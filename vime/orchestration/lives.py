@@ -129,12 +129,14 @@ class RouterLife:
         return self._failures[0] if self._failures else None
 
     def _watch(self, router: RouterProcess, failures: list[str]) -> None:
-        failures.append(
-            router.until_failure(
+        try:
+            words = router.until_failure(
                 interval_s=self._fault.rollout_health_check_interval,
                 timeout_s=min(self._fault.rollout_health_check_timeout, _ROUTER_MUTE_S),
             )
-        )
+        except Exception as error:  # its log is gone, say: nobody would notice its end
+            words = f"it cannot be watched: {error!r}"
+        failures.append(words)
 
     def end(self) -> None:
         """See `Life`."""
