@@ -79,15 +79,10 @@ def make_train_batch(
         ambiguous reward, or a token that is trainable but has no rollout log-prob (policy_loss only); a sample too
         long for a micro-batch. ConfigError on an estimator or loss type this function does not know.
     """
-    samples = [s for g in groups for s in g.samples]
-    if not samples:
-        raise DataError(f"rollout {rollout_id} holds no samples; the rollout function returned {len(groups)} groups")
     if algo.loss_type not in ("policy_loss", "sft_loss", "custom_loss"):
         raise ConfigError(f"--loss-type is {algo.loss_type!r}; known are policy_loss, sft_loss and custom_loss")
     is_policy = algo.loss_type != "sft_loss"
-    for s in samples:
-        _check_sample(s, is_policy)
-
+    samples = _checked_samples(groups, rollout_id, is_policy)
     converted = hooks.columns(samples) if hooks is not None else None
     columns, extra = converted or (sample_columns(samples, reward_key, needs_reward=is_policy), {})
     lengths, mask, rewards = columns["lengths"], columns["loss_mask"], columns["rewards"]
@@ -152,6 +147,15 @@ def _columns_of_others(
     if algo.keep_old_actor:
         columns[POLICY_VERSIONS] = version_column(samples, len(mask))
     return columns
+
+
+def _checked_samples(groups: Sequence[Group], rollout_id: int, is_policy: bool) -> list[Sample]:
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        raise DataError(f"rollout {rollout_id} holds no samples; the rollout function returned {len(groups)} groups")
+    for s in samples:
+        _check_sample(s, is_policy)
+    return samples
 
 
 def _check_sample(s: Sample, is_policy: bool) -> None:
