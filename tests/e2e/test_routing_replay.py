@@ -32,19 +32,24 @@ def with_other_experts(sample: Sample) -> Sample:
     return Sample(**fields | {"routed_experts": ((rows + 1) % 8).astype(np.uint8)})
 
 
+def of_few_held_out(grpo_flags: list[str], task: Path, tmp_path: Path) -> list[str]:
+    """The flags with four held-out prompts, evaluated after the last step, by the interpreter as well."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((task / "data" / "heldout.jsonl").read_text().splitlines(True)[:4]))
+    at = grpo_flags.index("--eval-prompt-data")
+    few = ("--eval-prompt-data", "heldout", str(held_out), "--skip-eval-before-train")
+    return [*grpo_flags[:at], *grpo_flags[at + 3 :], *few]
+
+
 @pytest.mark.parametrize(("kind", "layers"), [("qwen3_moe", (0, 1)), ("glm4_moe", (1, 2))])
 def test_three_steps_replay_what_the_engine_routed(
     run_train: Callable[..., str], grpo_flags: list[str], task: Path, tmp_path: Path, kind: str, layers: tuple[int, ...]
 ) -> None:
     model, run = save_tiny_model(tmp_path / "model", kind), tmp_path / "run"
-    held_out = tmp_path / "held_out.jsonl"  # evaluated after the last step, by the interpreter as well
-    held_out.write_text("".join((task / "data" / "heldout.jsonl").read_text().splitlines(True)[:4]))
-    at = grpo_flags.index("--eval-prompt-data")
     flags = [
-        *grpo_flags[:at],
-        *grpo_flags[at + 3 :],
-        *("--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--eval-prompt-data", "heldout", str(held_out)),
-        *("--skip-eval-before-train", "--weight-probe-interval", "0", "--use-rollout-routing-replay"),
+        *of_few_held_out(grpo_flags, task, tmp_path),
+        *("--hf-checkpoint", str(model), "--rollout-batch-size", "4"),
+        *("--weight-probe-interval", "0", "--use-rollout-routing-replay"),
         *("--lr-decay-iters", "6"),
     ]
     run_train(*flags, "--run-dir", str(run), "--num-rollout", "3")
@@ -75,13 +80,11 @@ def test_three_steps_replay_what_the_engine_routed(
 
 @pytest.mark.parametrize("per_engine", [1, 2])
 def test_two_engines_and_an_engine_of_two_devices_say_what_they_routed(
-    run_train: Callable[..., str], grpo_flags: list[str], tmp_path: Path, per_engine: int
+    run_train: Callable[..., str], grpo_flags: list[str], task: Path, tmp_path: Path, per_engine: int
 ) -> None:
     """A group is sampled by one engine each time, and workers of an engine route alike; with top-k and top-p."""
-    at = grpo_flags.index("--eval-prompt-data")
     output = run_train(
-        *grpo_flags[:at],
-        *grpo_flags[at + 3 :],
+        *of_few_held_out(grpo_flags, task, tmp_path),
         *("--hf-checkpoint", str(save_tiny_model(tmp_path / "model", "qwen3_moe")), "--run-dir", str(tmp_path / "run")),
         *("--rollout-batch-size", "4", "--num-rollout", "2", "--weight-probe-interval", "0", "--lr-decay-iters", "4"),
         *("--use-rollout-routing-replay", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(per_engine)),
