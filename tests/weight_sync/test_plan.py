@@ -378,6 +378,15 @@ def test_a_broadcast_that_an_engine_failed_is_done_again_by_all_once_it_is_back(
     assert log.count("e1 begin 1 gloo x,y") == 2
 
 
+def test_an_engine_that_fails_again_while_it_joins_a_broadcast_is_not_waited_for_by_its_own_keeper() -> None:
+    sync, _, engines, roster = rostered("gloo")
+    sync.publish()
+    engines[0].fail_at, waits = "receive 1", roster.num_waits
+    with pytest.raises(EngineDead, match="engine 0 failed again"):
+        sync.join(0, 1)
+    assert roster.down == {0} and roster.num_waits == waits + 1, "only before the sync"
+
+
 def test_what_is_no_fault_of_the_engine_still_fails_the_sync() -> None:
     sync, _, engines, roster = rostered()
     engines[0].fail_at, engines[0].error = "receive 0", WeightSyncError("the checksum differs for x")

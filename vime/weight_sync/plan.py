@@ -122,14 +122,17 @@ class WeightSync:
         """
         with self._lock:
             if self._turns is not None or self._transport in _BROADCASTS:
-                self._sync_all(version, probe=bool(self._interval))
+                self._sync_all(version, probe=bool(self._interval), joining=number)
             else:
                 self._sync([number], version, probe=bool(self._interval))
             if number not in self._targets:
                 raise EngineDead(f"engine {number} failed again while it got its weights")
 
-    def _sync_all(self, version: PolicyVersion, *, probe: bool) -> Metrics:
-        """All engines that are there; those that are not wait for `join`. Returns: metrics."""
+    def _sync_all(self, version: PolicyVersion, *, probe: bool, joining: int | None = None) -> Metrics:
+        """All engines that are there; those that are not wait for `join`. Returns: metrics.
+
+        Args: joining: the engine whose keeper calls. If it fails again, nobody else would bring it back.
+        """
         while True:
             if self.roster is not None and self._transport in _BROADCASTS:
                 self.roster.wait_whole()
@@ -142,6 +145,8 @@ class WeightSync:
             try:
                 return self._sync(numbers, version, probe=probe)
             except _DoAgain as error:
+                if joining is not None and joining not in self._targets:
+                    raise EngineDead(f"engine {joining} failed again while it got its weights: {error}") from error
                 _log.warning("%s; it is done again when the engine is back", error)
 
     def _sync(self, numbers: list[int], version: PolicyVersion, *, probe: bool) -> Metrics:
