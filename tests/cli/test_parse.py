@@ -97,6 +97,7 @@ def test_a_name_near_nothing_points_at_the_tables() -> None:
     ("words", "problem"),
     [
         (["--rollout-batch-size", "eight"], "--rollout-batch-size is 'eight', but needs a whole number"),
+        (["--start-rollout-id", str(2**63)], f"--start-rollout-id is '{2**63}', but needs a whole number below 2**63"),
         (["--rollout-batch-size", "8.0"], "--rollout-batch-size is '8.0', but needs a whole number"),
         (["--lr", "nan"], "--lr is 'nan', but needs a finite number"),
         (["--lr", "1e999"], "--lr is '1e999', but needs a finite number"),

@@ -147,8 +147,10 @@ class Flag:
             return None
         try:
             value = self._convert(word)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(f"is {word!r}, but needs {self.expects}") from None
+        if self.kind == "int" and not -(2**63) <= value < 2**63:  # nothing that keeps numbers takes larger ones
+            raise ValueError(f"is {word!r}, but needs {self.expects} below 2**63")
         if self.choices and value not in self.choices:
             raise ValueError(f"is {word!r}, but needs {self.expects}")
         if value == "" and self.owner == "vime":  # most often a shell variable that was never set
