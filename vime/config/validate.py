@@ -139,7 +139,15 @@ def _narrow_sampling(config: Config) -> Iterator[str]:
         yield f"--rollout-top-k is {k}, but must be -1 (off) or at least 1"
     if not 0 <= least < 1:
         yield f"--rollout-min-p is {least}, but must be from 0 (off) to below 1"
-    if engines_return_support(config) and k == -1 and not teacher_is_served(config):  # that one refuses it at all
+    if k == 1 and engines_return_support(config) and trains(config):
+        yield (
+            "--rollout-top-k is 1: each token is the only one that could be sampled, so its probability is 1 whatever "
+            "the weights are, and nothing would be learnt; use 2 or more"
+        )
+    in_range = 0 < p <= 1 and 0 <= least < 1
+    if (
+        in_range and engines_return_support(config) and k == -1 and not teacher_is_served(config)
+    ):  # that one refuses it at all
         flag = f"--rollout-top-p is {p}" if p < 1 else f"--rollout-min-p is {least}"
         yield (
             f"{flag}: the trainer computes over the tokens that it leaves, engines name them in every answer, and "
