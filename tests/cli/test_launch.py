@@ -65,6 +65,17 @@ def test_a_refused_run_keeps_a_folder_with_logs(tmp_path: Path) -> None:
     assert not folder.remove_unused() and folder.path.exists()
 
 
+def test_an_interrupted_look_at_the_settings_ends_in_a_sentence(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vime.cli.resolve.resolve", interrupt)
+    assert main(argv) == 130
+    assert capsys.readouterr().err == "vime: interrupted; nothing had been started\n"
+
+
 def test_two_runs_do_not_share_a_folder(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

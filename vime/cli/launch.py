@@ -31,6 +31,9 @@ def main(argv: Sequence[str], *, overlapped: bool = False, begin: float | None =
             _check_machine(resolved.config.cluster)
     except ConfigError as error:
         return _report(error)
+    except KeyboardInterrupt:
+        print("vime: interrupted; nothing had been started", file=sys.stderr)
+        return 130
 
     from vime.observability.progress import RunProgress
     from vime.observability.run_folder import RunFolder
