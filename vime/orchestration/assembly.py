@@ -267,8 +267,9 @@ def _keep_going(
         on_version=client.note_version,
     )
     place: Callable[[], AbstractContextManager[object]] = nullcontext
-    if plan.layout.shared:
-        # vLLM measures its device when it starts: nobody may take or give memory there meanwhile.
+    if plan.layout.shared and not sync.waits_for_all:
+        # vLLM measures its device when it starts: nobody may take or give memory there meanwhile. Where a sync waits
+        # for the restart, in the trainer's turn, the restart cannot wait for the end of that turn.
         place = turns.generating if turns is not None else lambda: trainer.lock
     sync.roster = fleet.keep_going(client, weights.give, place)
     if turns is not None:

@@ -95,6 +95,11 @@ class WeightSync:
         self.version: PolicyVersion = 0
         self.metrics: Metrics = {}
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a sync waits until every engine is there, one that is being restarted, too."""
+        return self._transport in _BROADCASTS
+
     def publish(self, version: PolicyVersion | None = None) -> PolicyVersion:
         """Send the trainer's weights to every engine, verify them, and only then count them as this version.
 
