@@ -83,19 +83,19 @@ def check_rows(folder: Path, num_rollouts: int) -> list[dict[str, float]]:
     """Every rollout was trained on once, with samples that are the engine's under the trainer's weights."""
     rows = [row for row in metrics(folder) if row["step"] >= 0]
     assert [row["step"] for row in rows] == list(range(num_rollouts))
-    for row in rows:
-        assert row["rollout/num_groups"] == 8
-        assert row["rollout/num_failed_groups"] == 0
+    assert all(row["rollout/num_failed_groups"] == 0 for row in rows)
+    # A stream may have finished groups of the next rollout, too, when one is taken.
+    assert sum(row.get("rollout/num_groups", 0) for row in rows) == 8 * num_rollouts
     return rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "flags"),
+    ("program", "num_rollouts", "flags"),
     [
-        ("train.py", ("--rollout-num-gpus", "2", "--update-weight-transport", "gloo")),
-        ("train_async.py", ("--rollout-num-gpus", "2")),
-        ("train_async.py", ("--fully-async",)),
+        ("train.py", 12, ("--rollout-num-gpus", "2", "--update-weight-transport", "gloo")),
+        ("train_async.py", 200, ("--rollout-num-gpus", "2")),  # goes on with the other one while an engine starts
+        ("train_async.py", 12, ("--fully-async",)),
     ],
 )
 def test_real_engines_are_killed_one_after_the_other(
@@ -103,17 +103,18 @@ def test_real_engines_are_killed_one_after_the_other(
     grpo_flags: list[str],
     tmp_path: Path,
     program: str,
+    num_rollouts: int,
     flags: tuple[str, ...],
 ) -> None:
-    fixed = ("--run-dir", str(tmp_path), "--skip-eval-before-train", "--num-rollout", "12")
+    fixed = ("--run-dir", str(tmp_path), "--skip-eval-before-train", "--num-rollout", str(num_rollouts))
     run = Running(start_train(*grpo_flags, *fixed, *flags, program=program))
     for done in (1, 2):
-        run.wait_for(f"rollout  {done}/12")
+        run.wait_for(f"{done}/{num_rollouts} ")
         before = run.output.count("serves again")
         run.find("vime.engine.vllm.launch").kill()
         run.wait_for_more("serves again", before)
     assert run.end() == 0, run.output
-    rows = check_rows(tmp_path, 12)
+    rows = check_rows(tmp_path, num_rollouts)
     assert total(tmp_path, "rollout/engine_restarts") == 2
     if program == "train.py":
         assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows), "float32 on both sides"
