@@ -338,3 +338,20 @@ def test_errors_of_all_kinds_are_vimes_own(tokenizer: Any, pool: GraderPool) -> 
         taking = run.taking()
         run.engines.step(2)
         taking.result(WAIT_S)
+
+
+def test_what_ended_the_run_is_not_hidden_by_an_end_that_fails(
+    tokenizer: Any, pool: GraderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> None:
+        raise EngineError("the connections do not close")
+
+    run = Run(tokenizer, pool)
+    monkeypatch.setattr(run.engines, "aclose", fails)
+    with pytest.raises(ZeroDivisionError) as ended, run.stream:
+        raise ZeroDivisionError
+    assert "the connections do not close" in ended.value.__notes__[0]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-stream"]
+    with pytest.raises(EngineError, match="do not close"), Run(tokenizer, pool, run.engines).stream:
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-stream"]

@@ -161,7 +161,12 @@ class RolloutStream:
             thread.call(self._close(), _PATIENCE_S)
         except TimeoutError:
             logger.warning("the rollout stream does not end within %g s; it is left behind", _PATIENCE_S)
-        thread.close(_PATIENCE_S)
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"and the rollout stream did not end as it should: {second!r}")
+        finally:
+            thread.close(_PATIENCE_S)
 
     # In the event loop
 
