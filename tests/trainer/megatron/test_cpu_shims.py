@@ -90,3 +90,15 @@ def test_the_experts_dispatcher_still_leaves_split_sizes_in_tensors_on_a_cpu():
     env = {"PYTHONPATH": str(Path(vime.__file__).parents[1]), "PATH": ""}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.split() == ["Tensor", "ndarray"], done.stderr
+
+
+def test_torchs_compiler_can_be_loaded_after_the_shims():
+    """vLLM does, in a process that has trained before; it keeps a rule for each of torch's functions."""
+    code = """
+from vime.trainer.megatron import cpu_shims
+cpu_shims.install()
+from torch._dynamo import trace_rules
+assert len(trace_rules.get_torch_obj_rule_map()) > 1000
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

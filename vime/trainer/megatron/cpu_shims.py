@@ -48,7 +48,7 @@ def _devices() -> None:
     setattr(current_device, _MARK, True)
     _put(torch.cuda, "current_device", current_device)
     _put(torch.cuda, "device_count", lambda: 1)  # used as a modulus
-    _put(torch.cuda, "set_device", _nothing)
+    _put(torch.cuda, "set_device", _nothing())
     _put(torch.cuda, "get_device_capability", lambda *a, **k: (0, 0))
 
 
@@ -89,11 +89,11 @@ def _streams() -> None:
     _put(torch.cuda, "default_stream", lambda *a, **k: the_stream)
     _put(torch.cuda, "stream", stream)
     for name in ("set_stream", "synchronize", "empty_cache"):
-        _put(torch.cuda, name, _nothing)
+        _put(torch.cuda, name, _nothing())
     _put(torch.cuda, "is_current_stream_capturing", lambda: False)
-    _put(torch.cuda.nvtx, "range_push", _nothing)
-    _put(torch.cuda.nvtx, "range_pop", _nothing)
-    _put(torch.Tensor, "record_stream", _nothing)
+    _put(torch.cuda.nvtx, "range_push", _nothing())
+    _put(torch.cuda.nvtx, "range_pop", _nothing())
+    _put(torch.Tensor, "record_stream", _nothing())
 
 
 def _random_state() -> None:
@@ -181,8 +181,13 @@ def _is_cuda(device: Any) -> bool:
     return str(device).startswith("cuda")
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function of its own for each name: torch's compiler refuses one that is known by two."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    return nothing
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
