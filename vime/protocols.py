@@ -69,6 +69,8 @@ class GenerateRequest:
     """Where engines report the experts they used: the first token whose experts are wanted; None: of no token."""
     wants_support: bool = True
     """Where the run's engines report them: the tokens that top-p, top-k or min-p left to sample from."""
+    batch: tuple[str, int, int] | None = None
+    """(name, samples, place) of a fixed batch, scheduled when all of it is there, sent once alone: --deterministic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,6 +175,10 @@ class RolloutConfig:
     rollout_stop_token_ids: list[int] = setting([], "token ids that end a response")
     rollout_skip_special_tokens: bool = setting(True, "leave special tokens out of the response text given to rewards")
     rollout_concurrency: int = setting(512, "requests in flight at a time, over all engines")
+    deterministic: bool = setting(
+        False,
+        "generate in fixed batches, so that two synchronous runs on a CPU have the same losses, also resumed",
+    )
     rollout_request_seeds: bool = setting(
         True,
         "seed each request from --rollout-seed, rollout and group; --no-rollout-request-seeds lets engines draw from "

@@ -26,6 +26,7 @@ from vime.config.validate_correction import check_correction
 from vime.config.validate_critic import check_critic
 from vime.config.validate_data import check_eval_sets, check_prompts
 from vime.config.validate_debug import check_debug
+from vime.config.validate_deterministic import check_deterministic
 from vime.config.validate_eval import check_evaluation
 from vime.config.validate_files import check_hooks, check_paths
 from vime.config.validate_loop import check_loop
@@ -105,6 +106,7 @@ def validate(config: Config, facts: Facts) -> list[str]:
         check_stop_rule(config, facts.metric_problem),
         check_loop(config, overlapped=facts.overlapped),
         check_stream(config, overlapped=facts.overlapped),
+        check_deterministic(config, overlapped=facts.overlapped),
         check_cluster(config, platform=facts.platform, transports=facts.transports, devices=facts.devices),
         check_sharing(config, platform=facts.platform, turns_problem=facts.turns_problem),
         refuse_what_the_trainer_cannot_do(config.megatron, facts.megatron_limits),

@@ -16,6 +16,12 @@ from vime.platform.base import Platform
 
 _MAX_LOGPROBS = 20
 """vLLM's own default."""
+FIXED_BATCHES = {
+    "scheduler_cls": "vime.engine.vllm.fixed_batches.FixedBatchScheduler",
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+}
+"""AsyncEngineArgs fields of an engine whose samples depend on nothing but their batch (--deterministic)."""
 
 
 def engine_arguments(
@@ -36,6 +42,7 @@ def engine_arguments(
         "seed": config.data.rollout_seed,
         **(sharing or {}),
         **(platform.aligned_engine()[0] if config.train.aligned else {}),
+        **(FIXED_BATCHES if config.rollout.deterministic else {}),
         **config.vllm,
         **enough,
     }

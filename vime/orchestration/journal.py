@@ -82,6 +82,8 @@ def with_journal(
         journal = Journal(path, keeps_payloads=keeps, version=version)
     is_new = "settings" not in journal.meta()
     why_not = None if is_new else _why_not(journal, config)
+    if config.rollout.deterministic:
+        why_not = "--deterministic makes whole batches"
     settings = _settings(config)
     begins: dict[str, Any] = {"settings": settings, "run_folder": str(run_folder)}
     if is_new:

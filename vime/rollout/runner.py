@@ -111,6 +111,14 @@ class GroupRunner:
         """Those of them that are not generated yet; the others are being scored."""
         return len(self._tasks) - len(self._generated)
 
+    def request_id(self, group: Group) -> str:
+        """Of the one request for all of a group's samples."""
+        return f"{self._name}-{group.group_id}"
+
+    def runs_function(self, group: Group) -> bool:
+        """Whether a function of the user's generates it, by requests of its own."""
+        return self._functions.of(group.samples[0]) is not None
+
     def start(self, group: Group) -> None:
         """Begin with a group of pending samples, or go on with one that was put back with its tokens.
 
@@ -299,7 +307,7 @@ class GroupRunner:
                 TrackedEngines(self._engines, self._requests, task),
                 group,
                 lambda index: _with_seed(self._sampling, seed, index),
-                request_id=f"{self._name}-{group.group_id}",
+                request_id=self.request_id(group),
                 tokenizer=self._context.tokenizer,
                 max_context_len=self._max_context_len,
             )

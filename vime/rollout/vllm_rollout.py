@@ -10,6 +10,7 @@ from vime.data.source import take_groups
 from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.evaluate import evaluate
+from vime.rollout.fixed_batches import FixedBatches, collect_in_batches
 from vime.rollout.generate import group_seed, rollout_sampling
 from vime.rollout.kept import Kept
 from vime.rollout.runner import GroupRunner
@@ -37,6 +38,7 @@ def generate_rollout(
     Evaluation: `data_source` maps each set's name to its prompts and settings (`vime.rollout.eval_data.HeldOutSet`).
 
     It runs an event loop of its own and ends with `engines.aclose()`; the caller must not be inside a loop.
+    With --deterministic groups are generated in fixed batches (vime/rollout/fixed_batches.py).
     Each request's seed follows from (--rollout-seed, rollout_id, group_id): without over-sampling the same engines
     give the same samples again; with --no-rollout-request-seeds requests have none.
 
@@ -75,9 +77,10 @@ async def _closing(engines: Engines, work: Coroutine[Any, Any, RolloutResult]) -
 async def _collect(context: RolloutContext, rollout_id: int, source: DataSource, engines: Engines) -> RolloutResult:
     config = context.config
     target = config.rollout.rollout_batch_size
+    batches = FixedBatches(engines)
     runner = GroupRunner(
         context,
-        engines,
+        batches if config.rollout.deterministic else engines,
         sampling=rollout_sampling(config),
         seed_of=lambda group: group_seed(config, rollout_id, group.group_id),
         name=f"rollout-{rollout_id}",
@@ -87,6 +90,9 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
     )
     kept = Kept(context, target, source)
     try:
+        if config.rollout.deterministic:
+            size, name = config.rollout.rollout_concurrency, f"rollout-{rollout_id}"
+            await collect_in_batches(runner, batches, kept, source, target=target, max_size=size, name=name)
         while len(kept.groups) < target:
             missing = target - len(kept.groups) - runner.num_outstanding
             if missing > 0:

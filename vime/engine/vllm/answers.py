@@ -50,6 +50,10 @@ class RoutingShape:
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
+BATCH_KEY = "vime_batch"
+"""Of a request's extra arguments: [name, size, index] of its fixed batch; see fixed_batches.py."""
+
+
 def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
     """vLLM's sampling parameters; log-probs of the sampled tokens alone."""
     body: dict[str, Any] = {
@@ -93,6 +97,8 @@ def request_body(
         last = len(request.token_ids) - 1
         start = request.routed_experts_start
         sampling["routed_experts_prompt_start"] = last if start is None else min(start, last)
+    if (place := request.batch) is not None:
+        sampling["extra_args"] = {BATCH_KEY: list(place)}
     return {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),

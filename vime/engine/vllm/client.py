@@ -304,7 +304,7 @@ class RouterClient:
         self.counters["requests"] += 1
         asked = request_body(request, SERVED_MODEL_NAME, self._routing, self._support_limit)
         with self.activity.running():
-            body, before = await self._post_generate(asked, headers)
+            body, before = await self._post_generate(asked, headers, once=request.batch is not None)
         if not self._adapter.reports_version_spans and self._version != before:
             raise EngineError(
                 f"request {request.request_id} ran while the policy went from version {before} to {self._version}, and "
@@ -362,10 +362,13 @@ class RouterClient:
         return self._sessions[loop]
 
     async def _post_generate(
-        self, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, body: Mapping[str, Any], headers: Mapping[str, str], *, once: bool
     ) -> tuple[dict[str, Any], PolicyVersion | None]:
-        """The answer, and the policy version that was served when it was asked for. Retries as retries.py says."""
-        attempts = Attempts(self._router_url + _GENERATE_PATH, self.counters, self.outages)
+        """The answer, and the policy version that was served when it was asked for. Retries as retries.py says.
+
+        Args: once: no retries; one of a fixed batch that is sent again would be computed beside others.
+        """
+        attempts = Attempts(self._router_url + _GENERATE_PATH, self.counters, self.outages, most=1 if once else None)
         while True:
             url, before = self._router_url + _GENERATE_PATH, self._version
             try:

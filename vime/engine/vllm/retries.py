@@ -31,11 +31,12 @@ class Attempts:
         url: for the error.
         counters: its "retries" are counted up.
         outages: who restarts engines and router; None where nobody does.
+        most: attempts in all, those during a restart, too; default: several.
     """
 
-    def __init__(self, url: str, counters: Counter[str], outages: Outages | None) -> None:
-        self._url, self._counters, self._outages = url, counters, outages
-        self._counted = 0
+    def __init__(self, url: str, counters: Counter[str], outages: Outages | None, *, most: int | None = None) -> None:
+        self._url, self._counters, self._outages, self._most = url, counters, outages, most
+        self._counted = self._made = 0
 
     def may_pass(self, status: int) -> bool:
         """Whether the same request may be answered otherwise later."""
@@ -48,6 +49,9 @@ class Attempts:
         """
         if self._outages is not None:
             self._outages.check()
+        self._made += 1
+        if self._made == self._most:
+            raise EngineError(f"{self._url} failed, and is not asked again: {problem}")
         if self._outages is None or not self._outages.is_under_way():
             self._counted += 1
         if self._counted == _MAX_ATTEMPTS:
