@@ -35,6 +35,8 @@ def losses(*folders: Path) -> dict[int, dict[str, Any]]:
     for folder in folders:
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
+            if "train/loss" not in row:
+                continue  # the evaluation before a run's first step
             rows[row["step"]] = {
                 name: value
                 for name, value in row.items()
