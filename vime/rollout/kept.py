@@ -100,11 +100,11 @@ class Kept:
             raise EngineError(f"the engines aborted {self._num_aborted} groups that nobody asked them to abort")
         return outcome.group
 
-    def result(self, groups: Sequence[Group], source: DataSource) -> RolloutResult:
+    def result(self, groups: Sequence[Group]) -> RolloutResult:
         """The groups to train on by group_id, and the metrics."""
         groups = sorted(groups, key=lambda group: group.group_id)
         _let_filter_samples(self._context, groups)
-        _let_see_all(self._context, self._ended, source)
+        _let_see_all(self._context, self._ended, self._source)
         self.stats.keep(groups)
         metrics = self.stats.metrics() | take_reward_metrics(self._context)
         rewards = [reward for group in groups for reward in trajectory_rewards(group, self._reward_key)]

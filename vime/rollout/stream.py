@@ -121,7 +121,7 @@ class RolloutStream:
         """The groups to train on next, waited for. Raises: whatever ended the generation."""
         assert self._thread is not None and self._window is not None, "the stream was not started"
         groups, kept, metrics = self._thread.call(self._take(rollout_id))
-        result = kept.result(groups, self._source)
+        result = kept.result(groups)
         result.metrics |= metrics
         result, self._window = self._stage.end(rollout_id, self._window, result)
         self._source.begin_rollout(self._context, rollout_id + 1)

@@ -110,4 +110,4 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
         raise
     source.put_back(surplus)
     kept.stats.put_back(surplus)
-    return kept.result(kept.groups, source)
+    return kept.result(kept.groups)

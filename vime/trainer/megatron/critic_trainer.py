@@ -19,7 +19,7 @@ from vime.platform.base import Platform
 from vime.trainer.critic_columns import CriticTargets, Values
 from vime.trainer.megatron import checkpoint, hf_io, parallel, process, saving, speed
 from vime.trainer.megatron.critic import Critic, critic_settings
-from vime.trainer.megatron.layout import align_matmuls, layout_of
+from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.ppo import all_but_first, critic_values, with_targets
 from vime.types import Metrics, TrainBatch
 
@@ -45,24 +45,13 @@ class CriticTrainer:
         init_method: Any,
         total_steps: int,
     ) -> None:
-        process.prepare(platform, rank)
-        if config.train.aligned:
-            align_matmuls(platform.device_type)
+        process.prepare(config, platform, rank)
         self._config, self._platform, self._spans = config, platform, SpanLog()
         source = Path(hf_path)
         family = family_of(hf := hf_io.read_config(source))
         model = family.settings(hf)
         own = critic_settings(config, model, device_type=platform.device_type, world_size=world_size)
-        parallel.start(
-            backend=platform.collective_backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout_minutes=config.train.distributed_timeout_minutes,
-            seed=config.train.seed,
-            sizes=own.sizes,
-            virtual_stages=own.transformer.virtual_pipeline_model_parallel_size,
-        )
+        process.join(config, platform, own, rank=rank, world_size=world_size, init_method=init_method)
         try:
             layout = layout_of(model, own, platform.device_type, aligned=config.train.aligned)
             self._critic = Critic(config, source, model, family.name_map(model), own, layout, total_steps=total_steps)

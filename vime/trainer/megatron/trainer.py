@@ -36,7 +36,7 @@ from vime.trainer.megatron import (
     speed,
 )
 from vime.trainer.megatron.critic import Critic, critic_settings
-from vime.trainer.megatron.layout import align_matmuls, layout_of
+from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.other_policies import OtherPolicies
 from vime.trainer.megatron.ppo import Ppo, all_but_first, critic_values, targets_of
 from vime.trainer.megatron.rollout_training import RolloutTraining
@@ -74,9 +74,7 @@ class MegatronTrainer:
         total_steps: int,
         writer: BucketWriter | None,
     ) -> None:
-        process.prepare(platform, rank)
-        if config.train.aligned:
-            align_matmuls(platform.device_type)
+        process.prepare(config, platform, rank)
         self._config, self._platform, self._rank, self._writer = config, platform, rank, writer
         self._world_size, self._spans = world_size, SpanLog()
         self._source = Path(hf_path)
@@ -90,16 +88,7 @@ class MegatronTrainer:
         self._profiler = profiling.Profiler(
             config.debug, Path(config.log.run_dir), rank=rank, device_type=platform.device_type
         )
-        parallel.start(
-            backend=platform.collective_backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout_minutes=config.train.distributed_timeout_minutes,
-            seed=config.train.seed,
-            sizes=self._settings.sizes,
-            virtual_stages=self._settings.transformer.virtual_pipeline_model_parallel_size,
-        )
+        process.join(config, platform, self._settings, rank=rank, world_size=world_size, init_method=init_method)
         try:
             self._hooks = TrainerHooks.load(config, rank=rank, world_size=world_size)
             self._hooks.start()
