@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,21 @@ def test_a_life_is_told_by_group_and_by_prompt(run: Path, capsys: pytest.Capture
     assert main(["buffer", str(run), "--prompt", "1"]) == 0
     assert "group 1 (prompt 1 of epoch 0): dropped, filter: zero_std_1.0" in capsys.readouterr().out
     assert main(["buffer", str(run), "--prompt", "77"]) == 1
+
+
+@pytest.mark.parametrize("original_is_there", [True, False])
+def test_a_copied_run_folder_has_its_own_journal(
+    run: Path, capsys: pytest.CaptureFixture[str], original_is_there: bool
+) -> None:
+    there = run / "checkpoints"
+    settings = {"settings": {"checkpoint": {"save": str(there)}, "log": {"run_dir": str(run)}}}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run.parent / "ckpt").rename(there)
+    copy = Path(shutil.copytree(run, run.parent / "copy"))
+    if not original_is_there:
+        shutil.rmtree(run)
+    assert main(["buffer", str(copy)]) == 0
+    assert str(copy / "checkpoints" / "journal.sqlite") in capsys.readouterr().out
 
 
 def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

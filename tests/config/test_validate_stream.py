@@ -35,6 +35,9 @@ def test_what_works_with_it_passes() -> None:
     assert list(check_stream(config(hooks), overlapped=True)) == []
     weighted = AlgoConfig(use_tis=True)
     assert list(check_stream(config(algo=weighted, stream={"stale_groups": "correct"}), overlapped=True)) == []
+    between = {"custom_generate_function_path": "a.b", "custom_generate_timeout_s": 600.0}
+    assert list(check_stream(config(between, stream={"update_weights_in_flight": False}), overlapped=True)) == []
+    assert list(check_stream(config(stream={"update_weights_in_flight": False}), overlapped=True)) == []
     explicit = {"rollout.partial_rollout", "rollout.mask_offpolicy_in_partial_rollout", "stream.max_staleness"}
     assert list(unread_settings(config(hooks), explicit)) == []
 
@@ -50,6 +53,13 @@ def test_what_works_with_it_passes() -> None:
         ({"sync": SyncConfig(update_weights_interval=4)}, "--max-staleness is 2, but with --update-weights-interval 4"),
         ({"stream": {"max_groups_in_flight": 13}}, "allow 12"),
         ({"stream": {"stale_groups": "correct"}}, "add --use-tis"),
+        (
+            {
+                "rollout": {"custom_generate_function_path": "mine.episode"},
+                "stream": {"update_weights_in_flight": False},
+            },
+            "mine.episode that never returns",
+        ),
         ({"debug": DebugConfig(load_debug_rollout_data="runs/a")}, "--load-debug-rollout-data generates nothing"),
         ({"debug": DebugConfig(debug_rollout_only=True)}, "a trainer beside engines"),
         ({"algo": AlgoConfig(loss_type="sft_loss")}, "a trainer beside engines"),

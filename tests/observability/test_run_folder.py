@@ -83,3 +83,20 @@ def test_a_failed_write_leaves_no_partial_file(tmp_path):
         folder.write_rollout(0, bad)
     assert folder.rollout_path(0).read_bytes() == before
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["rollout_000000.parquet"]
+
+
+def test_a_refused_run_leaves_the_settings_of_the_run_before(tmp_path):
+    before = RunFolder(tmp_path / "run")
+    before.write_config({"lr": 1.0})
+    before.write_versions()
+    before.metrics_path.write_text("{}\n")
+    refused = RunFolder(tmp_path / "run")
+    refused.write_config({"lr": 2.0})
+    refused.write_versions()
+    assert not refused.remove_unused()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"lr": 1.0}
+    begun = RunFolder(tmp_path / "run")
+    begun.write_config({"lr": 2.0})
+    begun.metrics_path.write_text("{}\n{}\n")
+    assert not begun.remove_unused()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"lr": 2.0}, "it has trained with these"

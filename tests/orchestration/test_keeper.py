@@ -67,7 +67,13 @@ class Kept:
 
     def __init__(self, policy: RestartPolicy = POLICY) -> None:
         self.life, self.sick = FakeLife(), False
-        self.roster = Roster(2, self._condemn, lambda number: self.keeper.wait_ended())
+        self.beside_the_question: Callable[[], object] = lambda: None
+        self.roster = Roster(
+            2,
+            self._is_sick,
+            lambda number, cause: self.keeper.condemn(cause),
+            lambda number: self.keeper.wait_ended(),
+        )
         self.changed = threading.Condition()
         self.states: list[EngineState] = []
         tell = keep_engine_state(self.roster, 0)
@@ -86,9 +92,8 @@ class Kept:
         self.keeper = Keeper("engine 0", self.life, RestartBudget(policy), on_state=on_state, on_end=on_end)
         self.keeper.start()
 
-    def _condemn(self, number: int, error: BaseException) -> bool:
-        if self.sick:
-            self.keeper.condemn(str(error))
+    def _is_sick(self, number: int, error: BaseException) -> bool:
+        self.beside_the_question()
         return self.sick
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -161,6 +166,18 @@ def test_an_engine_that_fails_in_a_call_is_condemned_once(kept: Kept) -> None:
     kept.wait(lambda: kept.states[-1:] == [EngineState.SERVING])
     assert kept.roster.present() == [0, 1]
     assert kept.roster.restarts == {"engine": 1}
+
+
+def test_an_engine_that_was_restarted_while_it_was_asked_how_it_is_is_not_ended_again(kept: Kept) -> None:
+    def notice_and_restart() -> None:
+        kept.life.failures.put("frozen")
+        kept.wait(lambda: kept.states[-1:] == [EngineState.SERVING])
+
+    kept.sick, kept.beside_the_question = True, notice_and_restart
+    assert kept.roster.lost(0, EngineError("no answer")), "its new life has what the caller was to bring"
+    assert kept.roster.serving() == [0, 1]
+    kept.keeper.close()
+    assert kept.life.calls.count("end") == 1
 
 
 def test_an_engine_that_fails_while_it_gets_its_weights_waits_for_nobody(kept: Kept) -> None:

@@ -70,15 +70,23 @@ def find_journal(place: Path) -> Path:
     tried = [place / FILE]
     settings = place / "config.yaml"
     if settings.is_file():
-        found: Any = read_yaml(str(settings), "the run's")
-        for name in ("settings", "checkpoint", "save"):
-            found = found.get(name) if isinstance(found, dict) else None
-        if isinstance(found, str):
-            tried.insert(0, Path(found) / FILE)
+        said: Any = read_yaml(str(settings), "the run's")
+        save, run_dir = _entry(said, "checkpoint", "save"), _entry(said, "log", "run_dir")
+        if save is not None:
+            tried.insert(0, Path(save) / FILE)
+            if run_dir is not None and Path(save).is_relative_to(run_dir):  # a copy of the folder has its own
+                tried.insert(0, place / Path(save).relative_to(run_dir) / FILE)
     for path in tried:
         if path.is_file():
             return path
     raise ConfigError(f"{place}: no journal there (looked for {' and '.join(map(str, tried))})")
+
+
+def _entry(said: Any, *names: str) -> str | None:
+    """A text among the settings that a run has kept."""
+    for name in ("settings", *names):
+        said = said.get(name) if isinstance(said, dict) else None
+    return said if isinstance(said, str) else None
 
 
 def _print_account(journal: Journal, path: Path, *, checks: bool) -> int:

@@ -47,6 +47,16 @@ def check_stream(config: Config, *, overlapped: bool) -> Iterator[str]:
             f"--max-groups-in-flight is {stream.max_groups_in_flight}, but --max-staleness {stream.max_staleness} and "
             f"--rollout-batch-size {rollout.rollout_batch_size} allow {allowed}; lower it, or raise one of them"
         )
+    if (
+        not stream.update_weights_in_flight
+        and rollout.custom_generate_function_path is not None
+        and rollout.custom_generate_timeout_s is None
+    ):
+        yield (
+            "--no-update-weights-in-flight lets each weight sync wait for every sample under way, and one call of "
+            f"--custom-generate-function-path {rollout.custom_generate_function_path} that never returns would hold it "
+            "for ever; say how long a sample may take with --custom-generate-timeout-s"
+        )
     if stream.stale_groups == "correct" and not config.algo.corrects:
         yield "--stale-groups correct trains on whatever has been sampled, which a loss must weight; add --use-tis"
 

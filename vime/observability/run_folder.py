@@ -51,13 +51,20 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._is_new = not self.path.exists()
+        self._before: dict[Path, bytes] = {}
+        self._num_bytes_before = self._num_metric_bytes()
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
 
     def remove_unused(self) -> bool:
         """Remove the folder of a run that was refused before it started anything. Returns: whether it was removed.
 
-        One that was there before stays, and so does one that holds anything beside what the settings gave.
+        One that was there before stays, with the settings of the run that made it, and so does one that holds anything
+        beside what the settings gave.
         """
+        if self._num_metric_bytes() == self._num_bytes_before:
+            for path, content in self._before.items():
+                with whole(path) as temporary:
+                    temporary.write_bytes(content)
         kept = {"config.yaml", "versions.json", "rollouts", ".in_use"}
         if not self._is_new or {entry.name for entry in self.path.iterdir()} - kept:
             return False
@@ -87,13 +94,13 @@ class RunFolder:
 
     def write_config(self, config: Any) -> Path:
         """Write the resolved settings (a dataclass or a mapping) as config.yaml, secrets left out."""
-        with whole(self.path / "config.yaml") as temporary:
+        with self._replacing("config.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(plain_settings(config), sort_keys=False, allow_unicode=True), "utf-8")
         return self.path / "config.yaml"
 
     def write_versions(self) -> Path:
         """Write versions.json: what software and machine this run used."""
-        with whole(self.path / "versions.json") as temporary:
+        with self._replacing("versions.json") as temporary:
             temporary.write_text(json.dumps(versions(), indent=2) + "\n", "utf-8")
         return self.path / "versions.json"
 
@@ -107,6 +114,17 @@ class RunFolder:
     def write_evaluation(self, rollout_id: int, groups: Sequence[Group], reward_key: str | None = None) -> Path:
         """Write the held-out samples of an evaluation, as `write_rollout` does; metadata holds their eval_set."""
         return self._write_samples(self.evaluation_path(rollout_id), rollout_id, groups, reward_key)
+
+    def _num_metric_bytes(self) -> int:
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    @contextmanager
+    def _replacing(self, name: str) -> Iterator[Path]:
+        path = self.path / name
+        if path.exists():
+            self._before.setdefault(path, path.read_bytes())
+        with whole(path) as temporary:
+            yield temporary
 
     @staticmethod
     def _write_samples(path: Path, rollout_id: int, groups: Sequence[Group], reward_key: str | None) -> Path:

@@ -134,12 +134,8 @@ class EngineFleet(Fleet):
 
     def _is_sick(self, number: int, error: BaseException) -> bool:
         """It is dead, has run out of memory, or says that it is not well; other errors are not of its making."""
-        if not (
-            isinstance(error, EngineDead) or _OUT_OF_MEMORY in str(error).lower() or not self.engines[number].health()
-        ):
-            return False
-        self._keepers[number].condemn(str(error))
-        return True
+        is_said = isinstance(error, EngineDead) or _OUT_OF_MEMORY in str(error).lower()
+        return is_said or not self.engines[number].health()
 
     def dead_engines(self) -> str | None:
         """Those whose process is gone, with their logs."""

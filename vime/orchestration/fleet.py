@@ -86,7 +86,10 @@ class Fleet(ABC):
         if not fault.use_fault_tolerance or self._front is None:
             return None
         roster = self.roster = Roster(
-            len(self.engines), self._is_sick, lambda number: self._keepers[number].wait_ended()
+            len(self.engines),
+            self._is_sick,
+            lambda number, cause: self._keepers[number].condemn(cause),
+            lambda number: self._keepers[number].wait_ended(),
         )
         policy = RestartPolicy.of(fault)
         router = Keeper(
@@ -116,7 +119,7 @@ class Fleet(ABC):
         return []
 
     def _is_sick(self, number: int, error: BaseException) -> bool:
-        """Whether an engine that failed in a call is to be restarted; its keeper is told."""
+        """Whether an engine that failed in a call is to be restarted."""
         return False
 
     def take_spans(self) -> list[list[Span]]:

@@ -69,6 +69,11 @@ class Front:
                 return
             router = self._router = self._make(sorted(self._urls))
         router.start()
+        with self._changed:
+            is_closed = self._is_closed
+        if is_closed:
+            router.stop()  # `close` came before there was a process to end
+            return
         router.wait_ready(_ROUTER_READY_S)
         with self._changed:
             router.set_engines(self._urls)  # what has come and gone meanwhile

@@ -31,7 +31,8 @@ class Roster:
 
     Args:
         num_engines: all serving.
-        is_sick: whether an engine that failed in a call is to be ended and restarted for it; its keeper is then told.
+        is_sick: whether an engine that failed in a call is to be ended and restarted for it.
+        condemn: tells its keeper so, with the cause.
         wait_ended: returns when nothing is left of an engine that failed.
     """
 
@@ -39,12 +40,14 @@ class Roster:
         self,
         num_engines: int,
         is_sick: Callable[[int, BaseException], bool],
+        condemn: Callable[[int, str], None] = lambda number, cause: None,
         wait_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._changed = threading.Condition()
         self._states = [EngineState.SERVING] * num_engines
+        self._num_ends = [0] * num_engines
         self._router_is_up = True
-        self._is_sick, self._wait_ended = is_sick, wait_ended
+        self._is_sick, self._condemn, self._wait_ended = is_sick, condemn, wait_ended
         self._failure: BaseException | None = None
         self.restarts: Counter[str] = Counter()
 
@@ -64,12 +67,15 @@ class Roster:
         been ended then, and holds nothing of what it shared with them."""
         with self._changed:
             is_gone = self._states[number] in (EngineState.DOWN, EngineState.GIVEN_UP)
+            num_ends = self._num_ends[number]
         if not is_gone:
             if not isinstance(error, VimeError) or not self._is_sick(number, error):
                 return False
-            with self._changed:  # from now on nobody calls it, until its keeper has restarted it
-                if self._states[number] is not EngineState.GIVEN_UP:
-                    self._states[number] = EngineState.DOWN
+            with self._changed:
+                # Its keeper may have noticed by itself while it was asked how it is: the next life is not to blame.
+                if self._num_ends[number] == num_ends and self._states[number] is not EngineState.GIVEN_UP:
+                    self._condemn(number, str(error))
+                    self._states[number] = EngineState.DOWN  # nobody calls it until its keeper has restarted it
                     self._changed.notify_all()
         self._wait_ended(number)
         return True
@@ -98,6 +104,8 @@ class Roster:
         with self._changed:
             if state is EngineState.SERVING and self._states[number] is not EngineState.SERVING:
                 self.restarts["engine"] += 1
+            if state is EngineState.DOWN:
+                self._num_ends[number] += 1
             self._states[number] = state
             if set(self._states) == {EngineState.GIVEN_UP}:
                 self._failure = self._failure or EngineDead("no engine is left: their nodes have left the cluster")

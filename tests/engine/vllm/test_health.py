@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from vime.engine.vllm import health
-from vime.engine.vllm.health import stopped_members, until_failure
+from vime.engine.vllm.health import group_members, stopped_members, until_failure
 
 SERVER = """
 import http.server, sys
@@ -77,10 +77,10 @@ def test_a_server_that_ended_a_dead_one_and_one_without_a_port(served: list[Serv
 def test_a_stopped_server_is_found_in_its_process_group(served: list[Served]) -> None:
     served += [Served()]
     pid = served[0].process.pid
-    assert stopped_members(pid) == []
+    assert group_members(pid) == [pid] and stopped_members(pid, [pid]) == []
     os.kill(pid, signal.SIGSTOP)
     assert "has been stopped (SIGSTOP)" in served[0].words()
-    assert stopped_members(pid) == [pid]
+    assert stopped_members(pid, group_members(pid)) == [pid] and stopped_members(pid + 1, [pid]) == []
 
 
 def test_a_mute_server_is_given_its_time(served: list[Served]) -> None:

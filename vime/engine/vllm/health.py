@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -41,12 +41,15 @@ def until_failure(
     last_answer = time.monotonic() + first_wait_s
     stopped_since: float | None = None
     next_request = 0.0
+    members: list[int] = []
     with local_client(key) as http:
         while True:
             if (words := has_ended()) is not None:
                 return words
             now = time.monotonic()
-            if stopped := stopped_members(pid):
+            if now >= next_request:
+                members = group_members(pid)  # a look at every process of the machine
+            if stopped := stopped_members(pid, members):
                 stopped_since = stopped_since or now
                 if now - stopped_since >= _STOPPED_S:
                     return f"process {stopped[0]} of it has been stopped (SIGSTOP) for {now - stopped_since:.0f} s"
@@ -70,15 +73,22 @@ def until_failure(
             time.sleep(_LOOK_S)
 
 
-def stopped_members(group: int) -> list[int]:
-    """Processes of a process group that a signal has stopped; none where there is no /proc."""
-    stopped = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name, in parentheses, may hold spaces and parentheses itself.
-            state, _, its_group = entry.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue  # it ended in this moment
-        if state == "T" and int(its_group) == group:
-            stopped.append(int(entry.parent.name))
-    return stopped
+def group_members(group: int) -> list[int]:
+    """Processes of a process group; none where there is no /proc."""
+    pids = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if _state_and_group(pid)[1] == group]
+
+
+def stopped_members(group: int, pids: Sequence[int]) -> list[int]:
+    """Those of these processes that a signal has stopped, while they are of the group."""
+    return [pid for pid in pids if _state_and_group(pid) == ("T", group)]
+
+
+def _state_and_group(pid: int) -> tuple[str, int]:
+    """Of a process; of none, ("", -1)."""
+    try:
+        # The name, in parentheses, may hold spaces and parentheses itself.
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return "", -1  # it ended in this moment
+    return state, int(group)
