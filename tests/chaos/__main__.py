@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import accounts
-from tests.chaos.plan import VICTIMS, Plan, draw_plan
+from tests.chaos.plan import LOOPS, VICTIMS, Plan, draw_plan
 from tests.chaos.round import Result, play
 from tests.chaos.task import write_task
 
@@ -80,7 +80,7 @@ class Chaos:
             return None  # other engines' sums depend on what runs beside, other loops' samples on what was faster
         key = (plan.engine, plan.num_rollouts)
         if key not in self._references:
-            calm = Plan(0, plan.engine, plan.program, plan.partial, plan.num_rollouts, 0.0, ())
+            calm = Plan(0, plan.engine, plan.loop, plan.partial, plan.num_rollouts, 0.0, ())
             result = play(calm, self._task, self._folder / f"never-killed-{plan.engine}-{plan.num_rollouts}")
             if not result.finished or result.faults:
                 raise SystemExit(f"the run without kills failed: {result.without_cause} {result.faults}")
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first round; the others count up from it; default: random")
     parser.add_argument("--engine", choices=("stub", "vllm", "mixed"), default="mixed")
     parser.add_argument("--victims", help=f"comma-separated, of {', '.join(VICTIMS)}; default: all")
-    parser.add_argument("--program", choices=("train.py", "train_async.py"), help="default: drawn per round")
+    parser.add_argument("--loop", choices=tuple(LOOPS), help="default: drawn per round")
     parser.add_argument("--kills", type=int, help="of a round; default: 3 to 5 with stubs, 2 or 3 with vLLM")
     parser.add_argument("--rollouts", type=int, help="of a round's run; default: 8 with stubs, 5 with vLLM")
     parser.add_argument("--out", type=Path, help="keep the runs here; default: those that went well are removed")
@@ -133,7 +133,7 @@ def main() -> int:
             victims=victims,
             num_kills=options.kills,
             num_rollouts=options.rollouts,
-            program=options.program,
+            loop=options.loop,
         )
         chaos.round(plan)
     if chaos.is_well and options.out is None:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.plan import Plan
+from tests.chaos.plan import Plan, Stream
 from tests.chaos.round import read_metrics
 from tests.chaos.task import BATCH, SAMPLES, prompts
 from vime.data.accounting import account_of
 from vime.data.journal import Journal
 from vime.data.journal_schema import FILE
+from vime.data.versions import trainable_versions
 from vime.observability.rollout_file import read_rollout
+from vime.types import Group
 
 # Engine and trainer in float32 on fresh samples; more would mean that a resume or restart brought other weights.
 _MAX_LOGPROB_DIFF = 1e-4
@@ -68,14 +70,25 @@ def _check_rollouts(plan: Plan, folder: Path, run_dir: Path, accounts: Accounts)
         if len(groups) != BATCH or any(len(group.samples) != SAMPLES for group in groups):
             accounts.faults.append(f"{path.name} holds groups of {[len(g.samples) for g in groups]} samples")
         trained.update(str(group.samples[0].prompt) for group in groups)
+        if plan.stream is not None:
+            accounts.faults += _ages(plan.stream, rollout_id, groups)
     in_order = prompts(folder)
     accounts.doubled += [f"{prompt} was trained on {count} times" for prompt, count in trained.items() if count > 1]
-    if plan.is_plain:
+    if plan.begins_no_more_than_needed:
         expected = in_order[: plan.num_rollouts * BATCH]
         ended = _dropped(run_dir)
         accounts.lost += [
             f"{prompt} was passed over" for i, prompt in enumerate(expected) if prompt not in trained and i not in ended
         ]
+
+
+def _ages(stream: Stream, rollout_id: int, groups: list[Group]) -> list[str]:
+    """What is wrong with the policy versions of a rollout's trainable tokens."""
+    versions = {version for group in groups for sample in group.samples for version in trainable_versions(sample)}
+    trainer = rollout_id + 1  # version 1 are the weights that a run begins with, and each rollout makes a new one
+    oldest = trainer - stream.max_staleness if stream.stale_groups != "correct" else 1
+    wrong = sorted(version for version in versions if not oldest <= version <= trainer)
+    return [f"rollout {rollout_id} has tokens of versions {wrong}, not {oldest} to {trainer}"] if wrong else []
 
 
 def _dropped(run_dir: Path) -> set[int]:
@@ -127,7 +140,7 @@ def _check_curve(plan: Plan, run_dir: Path, reference: list[dict[str, Any]] | No
         if not math.isfinite(record["train/loss"]) or not math.isfinite(record["train/grad_norm"]):
             accounts.faults.append(f"step {step} has loss {record['train/loss']}, norm {record['train/grad_norm']}")
         diff = record["train/train_rollout_logprob_abs_diff"]
-        if record["staleness/max"] == 0 and not diff < _MAX_LOGPROB_DIFF:
+        if record.get("staleness/max") == 0 and not diff < _MAX_LOGPROB_DIFF:
             accounts.faults.append(f"step {step}: engine and trainer are {diff:.2g} nats apart on fresh samples")
     for ours, theirs in zip(records, reference or (), strict=False):
         if any(ours.get(name, 0) for name in _VERDICTS):

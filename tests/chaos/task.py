@@ -37,11 +37,14 @@ def prompts(folder: Path) -> list[str]:
 
 def flags(plan: Plan, task: Path, run_dir: Path) -> list[str]:
     """Flags of the round's run; the same ones start it and go on with it."""
-    partial = ("--partial-rollout", "--over-sampling-batch-size", str(BATCH + 4)) if plan.partial else ()
+    surplus = ("--over-sampling-batch-size", str(BATCH + 4)) if plan.stream is None else ()
+    partial = ("--partial-rollout", *surplus) if plan.partial else ()
+    stream = plan.stream.flags() if plan.stream is not None else ()
+    reward = "share_of_even_tokens" if plan.stream is None else "slow_for_some"
     return [
         *("--platform", "cpu", "--hf-checkpoint", str(task / "model"), "--run-dir", str(run_dir)),
         *("--prompt-data", str(task / "train.jsonl"), "--input-key", "problem", "--label-key", "answer"),
-        *("--custom-rm-path", "tests.chaos.reward.share_of_even_tokens", "--custom-rm-timeout-s", "8"),
+        *("--custom-rm-path", f"tests.chaos.reward.{reward}", "--custom-rm-timeout-s", "8"),
         *("--num-rollout", str(plan.num_rollouts), "--rollout-batch-size", str(BATCH)),
         *("--n-samples-per-prompt", str(SAMPLES), "--rollout-max-response-len", "12"),
         *("--rollout-max-context-len", "32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"),
@@ -51,6 +54,7 @@ def flags(plan: Plan, task: Path, run_dir: Path) -> list[str]:
         *("--engine-start-timeout-s", "150", "--rollout-max-restarts", "20", "--rollout-restart-backoff-s", "0.2"),
         *("--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "30"),
         *partial,
+        *stream,
     ]
 
 

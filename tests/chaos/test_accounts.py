@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import accounts
-from tests.chaos.plan import VICTIMS, Plan, draw_plan
+from tests.chaos.plan import LOOPS, VICTIMS, Plan, Stream, draw_plan
 from tests.chaos.round import CAUSE
 from tests.chaos.task import BATCH, SAMPLES
 from tests.chaos.victims import RunProcesses, is_alive
@@ -21,7 +21,7 @@ from vime.data.journal_schema import FILE
 from vime.observability.rollout_file import write_rollout
 from vime.types import Group, Sample, SampleStatus
 
-PLAN = Plan(1, "stub", "train.py", False, 2, 0.0, ())
+PLAN = Plan(1, "stub", "sync", False, 2, 0.0, ())
 
 
 def group(number: int, prompt: str) -> Group:
@@ -109,6 +109,17 @@ def test_a_broken_curve_is_a_fault(run: Run) -> None:
     assert "0.01 nats apart" in found.faults[0] and "never killed 0.5" in found.faults[1]
 
 
+def test_a_stream_trains_on_every_prompt_and_on_no_token_that_is_too_old(run: Run) -> None:
+    plan = dataclasses.replace(PLAN, loop="fully_async", partial=True, stream=Stream(0, "drop", True, None))
+    run.check(run.groups)
+    (fault,) = accounts.check(plan, run.task, run.dir).faults
+    assert fault == "rollout 1 has tokens of versions [1], not 2 to 2"
+    for stream in (Stream(1, "mask", True, None), Stream(0, "correct", True, None)):
+        assert accounts.check(dataclasses.replace(plan, stream=stream), run.task, run.dir) == accounts.Accounts()
+    (run.dir / "rollouts" / "rollout_000000.parquet").replace(run.dir / "rollouts" / "rollout_000001.parquet")
+    assert len(accounts.check(plan, run.task, run.dir).lost) == BATCH
+
+
 def test_a_verdict_on_a_grader_that_died_explains_another_curve(run: Run) -> None:
     calm = [dict(record) for record in run.records]
     run.records[0] |= {"rollout/reward_crashed": 0.03, "rollout/raw_reward": 0.2}
@@ -120,7 +131,11 @@ def test_a_plan_follows_from_its_seed_and_every_kind_of_process_has_its_turn() -
     assert plans == [draw_plan(seed, "stub") for seed in range(60)]
     assert {kill.victim for plan in plans for kill in plan.kills} == set(VICTIMS)
     assert {kill.signal for plan in plans for kill in plan.kills} == {"KILL", "STOP"}
-    assert {plan.program for plan in plans} == {"train.py", "train_async.py"}
+    assert {plan.loop for plan in plans} == set(LOOPS)
+    streams = [plan.stream for plan in plans if plan.stream is not None]
+    assert len(streams) == sum(plan.loop == "fully_async" for plan in plans)
+    assert {(stream.stale_groups, stream.in_flight) for stream in streams} >= {("drop", True), ("drop", False)}
+    assert {plan.partial for plan in plans if plan.stream is not None} == {True, False}
     for plan in plans:
         assert list(plan.kills) == sorted(plan.kills, key=lambda kill: (kill.rollout, kill.delay_s))
         assert all(kill.rollout < plan.num_rollouts for kill in plan.kills)

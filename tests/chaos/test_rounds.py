@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import accounts
-from tests.chaos.plan import Kill, Plan
+from tests.chaos.plan import Kill, Plan, Stream
 from tests.chaos.round import play
 from tests.chaos.task import write_task
 
@@ -18,12 +18,12 @@ def hit(victim: str, rollout: int) -> Kill:
 
 
 STUBS = (
-    Plan(1, "stub", "train.py", False, 4, 0.05, (hit("grader", 0), hit("engine", 1))),
-    Plan(2, "stub", "train.py", True, 4, 0.05, (hit("validator", 0),)),
-    Plan(3, "stub", "train_async.py", False, 4, 0.05, (hit("rank", 1),)),
-    Plan(4, "stub", "train.py", False, 4, 0.05, (hit("driver", 1),)),
+    Plan(1, "stub", "sync", False, 4, 0.05, (hit("grader", 0), hit("engine", 1))),
+    Plan(2, "stub", "sync", True, 4, 0.05, (hit("validator", 0),)),
+    Plan(3, "stub", "overlapped", False, 4, 0.05, (hit("rank", 1),)),
+    Plan(4, "stub", "fully_async", False, 4, 0.05, (hit("driver", 1),), Stream(1, "drop", True, None)),
 )
-REAL = Plan(5, "vllm", "train.py", False, 3, 0.0, (hit("engine", 0),))
+REAL = Plan(5, "vllm", "sync", False, 3, 0.0, (hit("engine", 0),))
 
 
 @pytest.fixture(scope="module")
