@@ -20,6 +20,7 @@ from vime.agreement.hf_model import HfModel
 from vime.agreement.tokens import select
 from vime.config import Config, RolloutConfig
 from vime.platform.cpu import CpuPlatform
+from vime.support import SamplingSupport
 from vime.types import Sample
 
 ROUNDING = 1e-6
@@ -49,14 +50,27 @@ def sequences(num: int = 24) -> list[tuple[int, ...]]:
     return [tuple(np.random.default_rng(i).integers(3, 320, 24).tolist()) for i in range(num)]
 
 
-def sampled_by(scores: list[Any]) -> list[Sample]:
+def supports() -> list[SamplingSupport]:
+    """Of each sequence's responses: the token itself and 15 more; every fourth token had the whole vocabulary."""
+    numbers = np.random.default_rng(4)
+    return [
+        SamplingSupport.of(
+            {token, *numbers.integers(0, 320, 15).tolist()} if k >= 8 and k % 4 else []
+            for k, token in enumerate(tokens)
+        )
+        for tokens in sequences()
+    ]
+
+
+def sampled_by(scores: list[Any], supports: list[SamplingSupport] | None = None) -> list[Sample]:
     """Samples whose engine had these log-probs, and rounded in its own way."""
     noise = np.random.default_rng(9)
     samples = []
     for i, (tokens, score) in enumerate(zip(sequences(), scores, strict=True)):
+        support = None if supports is None else SamplingSupport.of(supports[i].rows()[8:])
         sample = Sample(tokens=tokens[:8], group_id=i, sample_id=i, trajectory_id=i)
         log_probs = np.minimum(score[8:] + noise.normal(0, ROUNDING, 16), 0.0)
-        sample.append_response(tokens[8:], log_probs.tolist(), version=3)
+        sample.append_response(tokens[8:], log_probs.tolist(), version=3, support=support)
         samples.append(sample)
     return samples
 
@@ -123,6 +137,32 @@ def test_log_probs_of_before_the_temperature(models: dict[str, Path]) -> None:
     samples = sampled_by(hf(models["now"]).log_probs(sequences()))
     verdict = judged(samples, models["now"], {}, temperature=0.7).verdicts["engine"]
     assert verdict.word == "temperature"
+
+
+def test_log_probs_over_what_could_be_sampled(models: dict[str, Path]) -> None:
+    given = supports()
+    samples = sampled_by(hf(models["now"]).log_probs(sequences(), temperature=0.7, supports=given), given)
+    analysis = judged(samples, models["now"], {"version 2": models["before"]}, temperature=0.7, trainer=True)
+    assert {who: verdict.word for who, verdict in analysis.verdicts.items()} == dict.fromkeys(
+        ("engine", "trainer"), "precision"
+    )
+    assert not any(x.holds for x in analysis.explanations)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "sentence"), [(0.7, "over the whole vocabulary"), (1.0, "without the temperature and over the")]
+)
+def test_log_probs_of_before_top_p(models: dict[str, Path], temperature: float, sentence: str) -> None:
+    samples = sampled_by(hf(models["now"]).log_probs(sequences(), temperature=temperature), supports())
+    verdict = judged(samples, models["now"], {}, temperature=0.7).verdicts["engine"]
+    assert verdict.word == "support" and sentence in verdict.sentence
+
+
+def test_the_weights_of_another_version_under_top_p(models: dict[str, Path]) -> None:
+    given = supports()
+    samples = sampled_by(hf(models["before"]).log_probs(sequences(), supports=given), given)
+    verdict = judged(samples, models["now"], {"version 2": models["before"]}).verdicts["engine"]
+    assert verdict.word == "stale weights" and verdict.sentence.startswith("it had version 2: it accounts for 100%")
 
 
 def test_an_engine_with_a_wrong_tensor_that_no_version_had(models: dict[str, Path], tmp_path: Path) -> None:

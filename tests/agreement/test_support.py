@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.agreement.scores import megatron
+from vime.agreement.analysis import Means
+from vime.agreement.compare import analyse_samples
 from vime.config import AlgoConfig, Config, RolloutConfig, TrainConfig
 from vime.engine.vllm.client import RouterClient
 from vime.engine.vllm.server import EngineServer
 from vime.engine.vllm.supports import most_entries
 from vime.loop.batch import make_train_batch
+from vime.platform.cpu import CpuPlatform
 from vime.rollout.generate import generate_group, rollout_sampling
 from vime.types import Group, Sample, SampleStatus, TrainBatch
 
@@ -101,3 +104,15 @@ def test_the_trainer_computes_over_the_support_that_the_engine_sampled_from(
     print(f"largest difference {metrics[f'{DIFF}_max']:.2e} nats, over the whole vocabulary {whole[f'{DIFF}_max']:.2e}")
     assert 0 < metrics[f"{DIFF}_max"] < 1e-5
     assert whole[DIFF] > 0.05 and whole[f"{DIFF}_max"] > 1e-4
+
+
+def test_hf_agrees_with_both_over_the_support(engine: EngineServer, run_key: str, tiny_qwen3: Path) -> None:
+    rollout = RolloutConfig(rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=4)
+    groups = two_turns(engine, run_key, rollout)
+    means = Means(config=Config(rollout=rollout), platform=CpuPlatform())
+    samples = [sample for group in groups for sample in group.samples]
+    analysis = analyse_samples(samples, tiny_qwen3, means, max_samples=None, origin="test")
+    assert {who: verdict.word for who, verdict in analysis.verdicts.items()} == dict.fromkeys(
+        ("engine", "trainer"), "precision"
+    )
+    assert analysis.comparison.tokens.is_narrow

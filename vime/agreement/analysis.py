@@ -95,7 +95,7 @@ def analyse(
 
     Args:
         make: (scores, temperature) -> the comparison, with what is known of the rollout.
-        fresh: [N] log-probs at temperature 1 by a new engine, where it has given them already.
+        fresh: [N] log-probs at temperature 1 over the whole vocabulary by a new engine, where it gave them already.
     Raises: EngineError, ConfigError as the engine and the trainer do.
     """
     temperature = means.config.rollout.rollout_temperature
@@ -107,18 +107,20 @@ def analyse(
     device, wide = means.platform.device_type, WIDER[weights.dtype]
     hf = _hf(weights.sampled, weights.dtype, device, means.max_tokens)
     narrow_name, wide_name = f"HF {weights.dtype}", f"HF {wide}"
-    scores[narrow_name] = tokens.pick(hf.log_probs(tokens.sequences, temperature=temperature))
+    as_sampled: dict[str, Any] = {"temperature": temperature, "supports": tokens.supports}
+    scores[narrow_name] = tokens.pick(hf.log_probs(tokens.sequences, **as_sampled))
     seen = {narrow_name: inside.look_inside(hf, tokens, looked)}
     hf.compute_in(wide)
-    exact = tokens.pick(hf.log_probs(tokens.sequences, temperature=temperature))
+    exact = tokens.pick(hf.log_probs(tokens.sequences, **as_sampled))
     seen[wide_name] = inside.look_inside(hf, tokens, looked)
     if means.with_trainer:
         routed = tokens.routed_experts if means.config.train.use_rollout_routing_replay else None
         with closing(_scorer(means, weights.sampled)) as trainer:
-            scored = trainer.log_probs(tokens.sequences, temperature=temperature, routed_experts=routed)
+            scored = trainer.log_probs(tokens.sequences, **as_sampled, routed_experts=routed)
             scores[TRAINER] = tokens.pick(scored)
             seen[TRAINER] = inside.look_inside_with_experts(trainer, tokens, looked, routed)
-    if fresh is not None and temperature == 1.0:
+    of_all = temperature == 1.0 and not tokens.is_narrow  # as a new engine scores
+    if fresh is not None and of_all:
         scores[FRESH] = fresh
     scores[wide_name] = exact
     others = {}
@@ -130,7 +132,7 @@ def analyse(
     causes = explain(tokens, hf, others, temperature=temperature, expected=exact, rounding=rounding, bound=bound)
     fresh_mean = None
     if fresh is not None:
-        at_one = exact if temperature == 1.0 else tokens.pick(hf.log_probs(tokens.sequences))
+        at_one = exact if of_all else tokens.pick(hf.log_probs(tokens.sequences))
         fresh_mean = float(np.nanmean(np.abs(fresh - at_one)))
     comparison = make(scores, temperature)
     return _concluded(comparison, seen, narrow_name, wide_name, bound, causes, fresh_mean)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,12 +46,10 @@ def explain(
     found = []
     sequences = tokens.sequences
     open_question = Unexplained(tokens.engine, expected, rounding, tokens.prompt)
-    if temperature != 1.0:
-        raw = tokens.pick(model.log_probs(sequences))
-        words = "temperature: the log-probs are those before the temperature was applied"
-        found.append(open_question.by(words, raw))
+    for words, raw in _without_settings(tokens, temperature):
+        found.append(open_question.by(words, tokens.pick(model.log_probs(sequences, **raw))))
     for words, other in others.items():
-        stale = tokens.pick(other.log_probs(sequences, temperature=temperature))
+        stale = tokens.pick(other.log_probs(sequences, temperature=temperature, supports=tokens.supports))
         found.append(open_question.by(f"stale weights: it had {words}", stale))
         cached = _after_cached_prompts(tokens, model, other, temperature)
         found.append(open_question.by(f"stale cache: keys and values of prompts were of {words}", cached))
@@ -61,10 +60,23 @@ def explain(
     return sorted(found, key=lambda x: (not x.holds, -x.explained))
 
 
+def _without_settings(tokens: Tokens, temperature: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Words for log-probs before some of the settings of sampling were applied, and how HF makes them."""
+    whole = "over the whole vocabulary, before top-p, top-k and min-p were applied"
+    if temperature != 1.0:
+        words = "temperature: the log-probs are those before the temperature was applied"
+        yield words, {"supports": tokens.supports}
+    if tokens.is_narrow:
+        yield f"support: the log-probs are those {whole}", {"temperature": temperature}
+    if tokens.is_narrow and temperature != 1.0:
+        yield f"support: the log-probs are those without the temperature and {whole}", {}
+
+
 def _after_cached_prompts(tokens: Tokens, model: HfModel, other: HfModel, temperature: float) -> Floats:
     """[N] with all of the prompt but its last token by the other weights; NaN where a prompt is too short."""
     prefixes = [len(sample.tokens) - sample.response_length - 1 for sample in tokens.samples]
-    return tokens.pick(model.log_probs_after(other, tokens.sequences, prefixes, temperature=temperature))
+    scores = model.log_probs_after(other, tokens.sequences, prefixes, temperature=temperature, supports=tokens.supports)
+    return tokens.pick(scores)
 
 
 def _one_part(
@@ -74,8 +86,8 @@ def _one_part(
 
     def tried(what: str, names: Sequence[str]) -> Explanation:
         with model.with_tensors_of(other, names):
-            scores = tokens.pick(model.log_probs(tokens.sequences, temperature=temperature))
-        return open_question.by(f"stale tensor: {what} was of {words}", scores)
+            scores = model.log_probs(tokens.sequences, temperature=temperature, supports=tokens.supports)
+        return open_question.by(f"stale tensor: {what} was of {words}", tokens.pick(scores))
 
     parts = _parts(model.tensor_names())
     layers = {part: tried(part, names) for part, names in parts.items()}

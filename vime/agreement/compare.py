@@ -17,7 +17,6 @@ from vime.agreement.tokens import select
 from vime.config import Config
 from vime.config.dtype import run_dtype
 from vime.config.hf import read_model_config
-from vime.config.modes import samples_narrowly
 from vime.errors import ConfigError
 from vime.loop.staleness import version_after
 from vime.observability.rollout_file import read_rollout
@@ -31,24 +30,13 @@ def planned(
     """What of a run will be compared, all saved weights, and sentences on what cannot be compared.
 
     Args: hf_checkpoint: what training started from; None if it is not here.
-    Raises: ConfigError as `pairs_of`, or if the run sampled from a part of the vocabulary.
+    Raises: ConfigError as `pairs_of`.
     """
-    check_support(run.config)
     weights = run.weights(hf_checkpoint)
     pairs, notes = pairs_of(run.rollouts(), weights, steps)
     if hf_checkpoint is None and any(not entry.is_hf for entry in weights.values()):
         raise ConfigError("training checkpoints are read with the HF checkpoint they began from; add --hf-checkpoint")
     return pairs, weights, notes
-
-
-def check_support(config: Config) -> None:
-    """Raises: ConfigError if the run sampled from a part of the vocabulary."""
-    rollout = config.rollout
-    if samples_narrowly(config):
-        raise ConfigError(
-            f"the run sampled with --rollout-top-p {rollout.rollout_top_p}, --rollout-top-k {rollout.rollout_top_k} "
-            f"and --rollout-min-p {rollout.rollout_min_p}; log-probs over a part of the vocabulary are not compared"
-        )
 
 
 def analyse_step(

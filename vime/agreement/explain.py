@@ -146,7 +146,7 @@ class Verdict:
     """One word, and a sentence."""
 
     word: str
-    """precision, temperature, stale weights, stale cache, stale tensor, routing, or bug."""
+    """precision, temperature, support, stale weights, stale cache, stale tensor, routing, or bug."""
     sentence: str
 
 

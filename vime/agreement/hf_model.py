@@ -17,6 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vime.support import SamplingSupport
+
+Supports = Sequence[SamplingSupport | None]
+"""Of each sequence what its tokens were sampled from; None: from the whole vocabulary."""
 WIDER = {"bfloat16": "float32", "float32": "float64"}
 """What a run's dtype is compared with: computing in it rounds so little that it counts as exact."""
 _LOGITS_BYTES = 256 << 20
@@ -50,18 +54,25 @@ class HfModel:
 
     @torch.no_grad()
     def log_probs(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        supports: Supports | None = None,
     ) -> list[npt.NDArray[np.float64]]:
         """One [length] array for each sequence, NaN first; softmax(logits / temperature) in float32 or wider.
 
         Sequences of like length go through the model together, padded at the end, where a causal model does not look.
+
+        Args: supports: what each sequence's tokens were sampled from, and are normalised over; None: the vocabulary.
         """
         scores: list[npt.NDArray[np.float64]] = [np.empty(0)] * len(sequences)
         for batch in _batches([len(s) for s in sequences], self._max_tokens):
             hidden = self._hidden([sequences[i] for i in batch])
             for row, i in enumerate(batch):
                 tokens = torch.tensor(sequences[i], device=self._device)
-                scores[i] = self._log_probs_of(hidden[row, : len(tokens) - 1], tokens[1:], temperature)
+                support = None if supports is None else supports[i]
+                scores[i] = self._log_probs_of(hidden[row, : len(tokens) - 1], tokens[1:], temperature, support, 1)
         return scores
 
     @torch.no_grad()
@@ -72,6 +83,7 @@ class HfModel:
         prefixes: Sequence[int],
         *,
         temperature: float = 1.0,
+        supports: Supports | None = None,
     ) -> list[npt.NDArray[np.float64]]:
         """As `log_probs`, with the keys and values of each sequence's first tokens by another model.
 
@@ -97,8 +109,9 @@ class HfModel:
                 for row, i in enumerate(chosen):
                     end = len(sequences[i])
                     hidden = output.last_hidden_state[row, : end - prefix - 1]
-                    after = self._log_probs_of(hidden, ids[row, prefix + 1 : end], temperature)
-                    scores[i][prefix:] = after
+                    support = None if supports is None else supports[i]
+                    targets = ids[row, prefix + 1 : end]
+                    scores[i][prefix:] = self._log_probs_of(hidden, targets, temperature, support, prefix + 1)
         return scores
 
     @torch.no_grad()
@@ -155,18 +168,40 @@ class HfModel:
             row[: len(sequence)] = torch.tensor(sequence)
         return ids.to(self._device)
 
-    def _log_probs_of(self, hidden: Tensor, targets: Tensor, temperature: float) -> npt.NDArray[np.float64]:
-        """[length], NaN first. Args: hidden: [length - 1, D]. targets: [length - 1]."""
+    def _log_probs_of(
+        self, hidden: Tensor, targets: Tensor, temperature: float, support: SamplingSupport | None, start: int
+    ) -> npt.NDArray[np.float64]:
+        """[length], NaN first.
+
+        Args:
+            hidden: [length - 1, D]
+            targets: [length - 1]
+            support: of the whole sequence.
+            start: the place of the first target in it.
+        """
         head = self._model.get_output_embeddings()
         wide = torch.promote_types(head.weight.dtype, torch.float32)
         rows = max(1, _LOGITS_BYTES // (wide.itemsize * head.weight.shape[0]))
-        parts = [
-            (head(h).to(wide) / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
-            for h, t in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-        ]
+        parts = []
+        for h, t in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+            logits = head(h).to(wide) / temperature
+            if support is not None:
+                logits.masked_fill_(_outside(support, start, logits), -math.inf)
+            parts.append(logits.log_softmax(-1).gather(-1, t[:, None])[:, 0])
+            start += len(t)
         first = torch.full((1,), math.nan, device=hidden.device, dtype=wide)
         array: npt.NDArray[np.float64] = torch.cat([first, *parts]).double().cpu().numpy()
         return array
+
+
+def _outside(support: SamplingSupport, start: int, logits: Tensor) -> Tensor:
+    """[n, V] true where a token could not have been sampled. Args: logits: [n, V] of the tokens from `start` on."""
+    begins = support.starts[start : start + len(logits) + 1]
+    counts = torch.from_numpy(np.diff(begins)).to(logits.device)
+    ids = torch.from_numpy(support.ids[begins[0] : begins[-1]].astype(np.int64)).to(logits.device)
+    outside = (counts > 0)[:, None].repeat(1, logits.shape[1])
+    outside[torch.repeat_interleave(torch.arange(len(logits), device=logits.device), counts), ids] = False
+    return outside
 
 
 def _rows(output: Any) -> Tensor:

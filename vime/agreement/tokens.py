@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from vime.errors import DataError
 from vime.loop.columns import routed_columns
+from vime.support import SamplingSupport
 from vime.types import PolicyVersion, RoutedExperts, Sample
 
 Floats = npt.NDArray[np.float64]
@@ -57,6 +58,19 @@ class Tokens:
         """Those that the engine used for the samples' tokens, where they are known; None where they are of none."""
         lengths = np.array([len(s) for s in self.sequences], np.int64)
         return routed_columns(self.samples, np.concatenate(self.sequences).astype(np.int32), lengths)
+
+    @property
+    def supports(self) -> list[SamplingSupport | None]:
+        """Of each sequence what its tokens were sampled from; None: all of them from the whole vocabulary."""
+        return [
+            SamplingSupport.joined([(len(s.tokens) - s.response_length, None), (s.response_length, s.support)])
+            for s in self.samples
+        ]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some token was sampled from a part of the vocabulary."""
+        return any(s.support is not None for s in self.samples)
 
     def pick(self, scores: Sequence[npt.NDArray[Any]]) -> Floats:
         """[N] of scores of whole sequences, one [length] array each."""

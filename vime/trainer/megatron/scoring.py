@@ -19,6 +19,7 @@ from vime.config.stages import FIELDS
 from vime.errors import TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
+from vime.support import SamplingSupport
 from vime.trainer.megatron import cpu_shims, fixes, forward, hf_io, model, parallel, settings
 from vime.trainer.megatron.layout import align_matmuls, layout_of
 from vime.trainer.megatron.routed_layers import routers_of
@@ -90,11 +91,14 @@ class Scorer:
         sequences: Sequence[Sequence[int]],
         *,
         temperature: float = 1.0,
+        supports: Sequence[SamplingSupport | None] | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> list[npt.NDArray[np.float32]]:
         """One [length] array for each sequence, NaN first; packed as the run packs micro-batches.
 
-        Args: routed_experts: of the sequences' tokens; these are used where they are known, as a run with R3 does.
+        Args:
+            supports: what each sequence's tokens were sampled from, and are normalised over; None: the vocabulary.
+            routed_experts: of the sequences' tokens; these are used where they are known, as a run with R3 does.
         Raises: TrainingError if they are not of this model.
         """
         lengths = np.array([len(s) for s in sequences], np.int64)
@@ -102,6 +106,9 @@ class Scorer:
         wanted = np.ones(cu[-1], np.bool_)
         wanted[cu[:-1]] = False
         routing = None if routed_experts is None else self._replayed(routed_experts)
+        support = None
+        if supports is not None:
+            support = SamplingSupport.joined([(int(n), one) for n, one in zip(lengths, supports, strict=True)])
         out = forward.shared_log_probs(
             self._wrapped,
             np.concatenate([np.asarray(s, np.int32) for s in sequences]),
@@ -110,6 +117,7 @@ class Scorer:
             wanted,
             layout=self._layout,
             temperature=temperature,
+            support=support,
             routing=routing,
         )
         if routing is not None and routing.tally is not None and (broken := int(routing.tally.repeated)):
