@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,31 +11,25 @@ from typing import Any
 import pytest
 
 from tests.fakes import char_tokenizer
+from tests.loop.world import Notes, recording, rows_of
 from tests.rollout.bench import Bench
-from vime.data.journal import Journal
-from vime.data.journaled import JournaledSource
 from vime.errors import EngineError, TrainingError
 from vime.loop.cadence import Cadence, StopRule
-from vime.loop.checkpoint import find_checkpoints, load_checkpoint, open_checkpoint
+from vime.loop.checkpoint import find_checkpoints
 from vime.loop.fully_async import run_fully_async
-from vime.loop.keeper import CheckpointKeeper
-from vime.loop.recorder import Recorder
-from vime.loop.sync import Stages, run_sync
-from vime.observability.progress import RunProgress
-from vime.observability.run_folder import RunFolder
-from vime.observability.writers import JsonlWriter
+from vime.loop.sync import run_sync
 from vime.protocols import Completion, GenerateRequest
 from vime.rewards.pool import GraderPool
 from vime.rollout.stage import RolloutStage
 from vime.rollout.stale import StaleGroups
 from vime.rollout.stream import RolloutStream, StreamLimits
-from vime.types import Group, RolloutResult, VersionSpan
+from vime.types import Group, VersionSpan
 
 WAIT_S = 240
 BATCH = 2
 
 
-class World:
+class World(Notes):
     """Engines, trainer and publisher at once. Engines answer at once by the version they have.
 
     Args: max_staleness, in_flight: of the stream.
@@ -53,18 +46,10 @@ class World:
             rollout_batch_size=BATCH,
             n_samples_per_prompt=1,  # type: ignore[arg-type]
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(folder / "journal.sqlite")
-        self.source = JournaledSource(self.bench.source, self.journal, version=1, uses_finished=True)
-        self.stop = stop or StopRule()
+        super().__init__(folder, self.bench.source, stop)
         self.max_staleness, self.in_flight = max_staleness, in_flight
-        self.version, self.num_running = 0, 0
-        self.calls: list[str] = []
-        self.trained: list[list[int]] = []
         self.ages: list[list[int]] = []
-        self.metrics: dict[str, float] = {}
         self.before_answer: Callable[[GenerateRequest], None] = lambda request: None
-        self.fail_training_at = -1
         self.asked = threading.Event()
 
     # Engines
@@ -85,60 +70,25 @@ class World:
     async def aclose(self) -> None:
         pass
 
-    # Trainer and publisher
+    # Trainer
 
     def make_batch(self, rollout_id: int, groups: list[Group]) -> Any:
         ages = [rollout_id + 1 - span.version for g in groups for s in g.samples for span in s.weight_versions]
         ids = [g.group_id for g in groups]
-        return SimpleNamespace(rollout_id=rollout_id, ids=ids, ages=ages), {}
+        return SimpleNamespace(rollout_id=rollout_id, prompts=ids, ages=ages), {}
 
     def train(self, batch: Any) -> dict[str, float]:
-        if batch.rollout_id == self.fail_training_at:
-            raise TrainingError("rank 0 died")
-        self.calls.append(f"train {batch.rollout_id}")
-        self.trained.append(batch.ids)
+        metrics = super().train(batch)
         self.ages.append(batch.ages)
-        return {"train/loss": 1.0, "train/step": float(batch.rollout_id)}
-
-    def publish(self, version: int) -> int:
-        assert not self.num_running
-        self.calls.append(f"publish v{version}")
-        self.version = version
-        return version
-
-    def save(self, path: Path) -> None:
-        self.calls.append(f"save {int(path.parent.name.split('_')[2])}")
-        path.mkdir()
-
-    def load(self, path: Path) -> None:
-        assert path.is_dir()
-
-    def evaluate(self, rollout_id: int) -> RolloutResult:
-        self.calls.append(f"evaluate {rollout_id} at v{self.version}")
-        return RolloutResult([], {"eval/heldout": 0.25})
+        return metrics
 
 
 def run(
     world: World, folder: Path, num_rollout: int, *, start: int = 0, eval_before: bool = False, **cadence: Any
 ) -> list[dict[str, Any]]:
-    saves = folder / "checkpoints" if cadence.get("saves") else None
     stage = RolloutStage(world.bench.context, world.source, {})
     stage.evaluate = world.evaluate  # type: ignore[method-assign]
-    keeper = CheckpointKeeper(
-        world,  # type: ignore[arg-type]
-        world.source,
-        world.stop,
-        folder=saves,
-        settings={},
-        journaled=world.source,
-    )
-    stages = Stages(
-        rollout=stage,
-        trainer=world,  # type: ignore[arg-type]
-        publisher=world,
-        make_batch=world.make_batch,
-        checkpoints=keeper,
-    )
+    stages = world.stages(stage, folder / "checkpoints" if cadence.get("saves") else None)
     stream = RolloutStream(
         world.bench.context,
         stage,
@@ -149,16 +99,14 @@ def run(
         stale=StaleGroups(world.max_staleness, "drop"),
         num_groups=(num_rollout - start) * BATCH,
     )
-    writer = JsonlWriter(folder / "metrics.jsonl")
-    recorder = Recorder(RunFolder(folder), RunProgress(num_rollout), writer, keep_rollouts=False)
     options = {"start": start, "eval_before": eval_before, "stop": world.stop}
     try:
-        run_fully_async(stages, Cadence(num_rollout, **cadence), recorder, stream=stream, **options)
+        with recording(folder, num_rollout) as recorder:
+            run_fully_async(stages, Cadence(num_rollout, **cadence), recorder, stream=stream, **options)
     finally:
-        writer.close()
         world.pool.close()
         assert not [thread for thread in threading.enumerate() if thread.name == "rollout-stream"]
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(folder)
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -194,8 +142,7 @@ def test_from_any_checkpoint_no_prompt_is_skipped_or_trained_on_twice(tmp_path: 
     assert len(find_checkpoints(tmp_path / "checkpoints")) == 5
     for rollout_id in range(4):
         rest = World(tmp_path / f"rest_{rollout_id}", max_staleness=2)
-        checkpoint = open_checkpoint(tmp_path / "checkpoints", rollout_id)
-        load_checkpoint(checkpoint, rest, rest.source, rest.stop)  # type: ignore[arg-type]
+        rest.resume(tmp_path, rollout_id)
         run(rest, tmp_path / f"rest_{rollout_id}", 5, start=rollout_id + 1)
         before = [i for ids in whole.trained[: rollout_id + 1] for i in ids]
         after = [i for ids in rest.trained for i in ids]
@@ -206,14 +153,10 @@ def test_a_synchronous_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path, max_staleness=2)
     run(world, tmp_path, 3, saves=True, save_interval=1)
     rest = World(tmp_path / "rest")
-    load_checkpoint(open_checkpoint(tmp_path / "checkpoints", 1), rest, rest.source, rest.stop)  # type: ignore[arg-type]
+    rest.resume(tmp_path, 1)
     stage = RolloutStage(rest.bench.context, rest.source, {})
-    keeper = CheckpointKeeper(rest, rest.source, rest.stop, folder=None, settings={}, journaled=rest.source)  # type: ignore[arg-type]
-    stages = Stages(rollout=stage, trainer=rest, publisher=rest, make_batch=rest.make_batch, checkpoints=keeper)  # type: ignore[arg-type]
-    writer = JsonlWriter(tmp_path / "rest.jsonl")
-    recorder = Recorder(RunFolder(tmp_path / "rest"), RunProgress(3), writer, keep_rollouts=False)
-    run_sync(stages, Cadence(3), recorder, start=2, eval_before=False, stop=rest.stop)
-    writer.close()
+    with recording(tmp_path / "rest", 3) as recorder:
+        run_sync(rest.stages(stage, None), Cadence(3), recorder, start=2, eval_before=False, stop=rest.stop)
     rest.pool.close()
     before = [i for ids in world.trained[:2] for i in ids]
     assert sorted(before + rest.trained[0]) == list(range(3 * BATCH))
@@ -224,7 +167,7 @@ def test_the_rule_ends_the_run_and_what_was_under_way_comes_next(tmp_path: Path)
     run(world, tmp_path, 9, saves=True, evaluates=True)
     assert world.calls[-4:] == ["train 2", "save 2", "publish v4", "evaluate 2 at v4"]
     rest = World(tmp_path / "rest")
-    load_checkpoint(open_checkpoint(tmp_path / "checkpoints", 2), rest, rest.source, rest.stop)  # type: ignore[arg-type]
+    rest.resume(tmp_path, 2)
     again = sorted(group.group_id for group in rest.source.get_groups(4))
     trained = [i for ids in world.trained for i in ids]
     assert sorted(trained + again) == list(range(10))

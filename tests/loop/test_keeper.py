@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from vime.config.validate_checkpoint import parse_best
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import find_checkpoints, open_checkpoint, read_metrics
+from vime.loop.checkpoint import find_checkpoints, read_metrics
 from vime.loop.keeper import CheckpointKeeper, best_checkpoint, export_hf, prune, remove_leftovers
 
 
@@ -70,21 +69,6 @@ def test_of_a_linked_checkpoint_the_link_goes_and_damaged_metrics_are_named(tmp_
     (here / "rollout_000001" / "metrics.json").write_text("[1")
     with pytest.raises(TrainingError, match=r"rollout_000001/metrics.json is damaged; remove it"):
         run(keep, {2: 0.125}, metric="train/loss")
-
-
-def test_a_checkpoint_keeps_the_data_source_as_it_was_marked(tmp_path: Path) -> None:
-    taken = iter(range(9))
-    made: Any = CheckpointKeeper
-    source = SimpleNamespace(state=lambda: {"taken": next(taken)})
-    keep = made(FakeTrainer(), source, StopRule(), folder=tmp_path, settings={})
-    keep.save(0)
-    keep.mark_data()
-    next(taken)  # by whoever takes the prompts of the next rollout
-    keep.save(1)
-    assert [open_checkpoint(tmp_path, n).data_source for n in (0, 1)] == [
-        {"taken": 1},
-        {"taken": 2},
-    ]  # 0: looked at before the run
 
 
 def test_less_may_be_better(tmp_path: Path) -> None:

@@ -55,9 +55,6 @@ class World:
     def make_batch(self, rollout_id: int, groups: list[Group]) -> Any:
         return f"batch {rollout_id}", {"rollout/advantages": 0.0}
 
-    def mark_data(self) -> None:
-        self.calls.append("mark")
-
     def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
         self.learnt.append((rollout_id, [group.group_id for group in groups]))
 

@@ -23,8 +23,7 @@ from vime.types import Group
 class CheckpointKeeper:
     """One per run. Order of calls in a step: `save` and `export_hf` when due, then `settle`; at the end `finish`.
 
-    `trained` comes before `save`. A loop that takes further prompts before a rollout was trained on calls `mark_data`
-    between the two, for sources that have no journal.
+    `trained` comes before `save`.
 
     As a context manager it finishes after errors that left the trainer able to, too.
 
@@ -65,15 +64,9 @@ class CheckpointKeeper:
         self._writing: CheckpointWriting | None = None
         self._fresh: Path | None = None  # complete, but its step has not ended
         self._metrics: Mapping[str, float] | None = None  # of the step that the checkpoint being written is of
-        self._data: Mapping[str, Any] | None = None  # where it was marked
         self._written: Mapping[str, Any] = {}  # of the checkpoint being written
         if folder is not None:
             state_of(source)  # what cannot be kept is said now, not after the first step
-
-    def mark_data(self) -> None:
-        """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
-        if self._folder is not None and self._journaled is None:
-            self._data = state_of(self._source)
 
     def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """The trainer has learnt from these groups: the next `save` is of them, too."""
@@ -89,7 +82,7 @@ class CheckpointKeeper:
         self.finish()
         remove_leftovers(self._folder)
         self._metrics = None
-        self._written = state_of(self._source) if self._data is None else self._data
+        self._written = state_of(self._source)
         self._writing = CheckpointWriting(
             self._folder,
             rollout_id,

@@ -40,7 +40,6 @@ def run_overlapped(
                     made = ahead.take()
                 step.add({"perf/rollout_s": made.seconds, "perf/rollout_ready_s": time.perf_counter() - made.end})
                 step.beside.append(made.span)
-                stages.checkpoints.mark_data()
                 if not cadence.is_last(rollout_id):
                     ahead.start(rollout_id + 1, version)
                 train(stages, step, rollout_id, made.result, made.version)

@@ -43,9 +43,6 @@ class Publisher(Protocol):
 class Checkpoints(Protocol):
     """What is kept of the trainer; see `CheckpointKeeper`."""
 
-    def mark_data(self) -> None:
-        """The next `save` keeps the data source as it is now, whatever is taken from it until then."""
-
     def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """The trainer has learnt from these groups: the next `save` is of them, too."""
 
