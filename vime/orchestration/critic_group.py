@@ -11,6 +11,7 @@ Both have the same samples in the same order, so what travels are columns; the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vime.observability.trace import Span
 from vime.orchestration import sizes
 from vime.orchestration.cluster import Reservation
 from vime.orchestration.placement import Placement
-from vime.orchestration.rank_group import RankGroup, RankWorker, require_folder, wait_all
+from vime.orchestration.rank_group import RankGroup, RankWorker, wait_all
 from vime.orchestration.workers import TrainerGroup
 from vime.platform.base import Platform
 from vime.types import Metrics, TrainBatch
@@ -35,30 +36,10 @@ from vime.weight_sync import Route
 class CriticWorker(RankWorker):
     """One rank of a critic that has devices of its own."""
 
-    def preload(self) -> None:
-        """See `RankWorker`."""
-        from vime.trainer.megatron.known_warnings import silence
-
-        silence()
-        import vime.trainer.megatron.critic_trainer  # noqa: F401
-
-    def setup(self, meeting: str | tuple[str, int]) -> None:
-        """See `RankWorker`."""
-        require_folder(self._hf_path)
-        from vime.trainer.megatron.known_warnings import silence
-
-        silence()
+    def _trainer_class(self) -> Callable[..., Any]:
         from vime.trainer.megatron.critic_trainer import CriticTrainer
 
-        self._trainer = CriticTrainer(
-            self._config,
-            hf_path=self._hf_path,
-            platform=self._platform,
-            rank=self._rank,
-            world_size=self._world_size,
-            init_method=self._init_method(meeting),
-            total_steps=self._total_steps,
-        )
+        return CriticTrainer
 
 
 class TrainerWithCritic(TrainerGroup):

@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,39 @@ class RankWorker:
 
     def preload(self) -> None:
         """Import what `setup` needs, which takes long; touches no device."""
-        raise NotImplementedError
+        self._imported()
 
     def setup(self, meeting: str | tuple[str, int]) -> None:
         """Join the other ranks and build the model. Called once, on all ranks at the same time.
 
         Args: meeting: on one node a file's path, which nobody else can reach; on several the store's host and port.
         """
+        require_folder(self._hf_path)
+        trainer = self._imported()
+        self._trainer = trainer(
+            self._config,
+            hf_path=self._hf_path,
+            platform=self._platform,
+            rank=self._rank,
+            world_size=self._world_size,
+            init_method=self._init_method(meeting),
+            total_steps=self._total_steps,
+            **self._own_arguments(),
+        )
+
+    def _imported(self) -> Callable[..., Any]:
+        from vime.trainer.megatron.known_warnings import silence
+
+        silence()
+        return self._trainer_class()
+
+    def _trainer_class(self) -> Callable[..., Any]:
+        """What each rank builds; imports it."""
         raise NotImplementedError
+
+    def _own_arguments(self) -> dict[str, Any]:
+        """Arguments of that class that no other has."""
+        return {}
 
     def _init_method(self, meeting: str | tuple[str, int]) -> Any:
         return f"file://{meeting}" if isinstance(meeting, str) else self._join_store(*meeting)

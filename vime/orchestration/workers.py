@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +29,18 @@ class TrainerWorker(RankWorker):
         self._route = route
         self._buckets: Iterator[BucketMessage | None] | None = None
 
-    def preload(self) -> None:
-        """See `RankWorker`."""
-        from vime.trainer.megatron.known_warnings import silence
-
-        silence()
-        import vime.trainer.megatron.trainer  # noqa: F401
-
-    def setup(self, meeting: str | tuple[str, int]) -> None:
-        """See `RankWorker`."""
-        require_folder(self._hf_path)
-        from vime.trainer.megatron.known_warnings import silence
-
-        silence()
+    def _trainer_class(self) -> Callable[..., Any]:
         from vime.trainer.megatron.trainer import MegatronTrainer
+
+        return MegatronTrainer
+
+    def _own_arguments(self) -> dict[str, Any]:
         from vime.weight_sync import COLLECTIVE, make_writer
 
         writer = None
         if self._route is not None and (self._rank == 0 or self._route.transport in COLLECTIVE):
             writer = make_writer(self._route, self._config)
-        self._trainer = MegatronTrainer(
-            self._config,
-            hf_path=self._hf_path,
-            platform=self._platform,
-            rank=self._rank,
-            world_size=self._world_size,
-            init_method=self._init_method(meeting),
-            total_steps=self._total_steps,
-            writer=writer,
-        )
+        return {"writer": writer}
 
     def begin_weights(self, version: PolicyVersion) -> None:
         """Start a pass over the weights; `next_bucket` follows until it gives None."""

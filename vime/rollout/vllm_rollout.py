@@ -77,10 +77,10 @@ async def _closing(engines: Engines, work: Coroutine[Any, Any, RolloutResult]) -
 async def _collect(context: RolloutContext, rollout_id: int, source: DataSource, engines: Engines) -> RolloutResult:
     config = context.config
     target = config.rollout.rollout_batch_size
-    batches = FixedBatches(engines)
+    batches = FixedBatches(engines) if config.rollout.deterministic else None
     runner = GroupRunner(
         context,
-        batches if config.rollout.deterministic else engines,
+        batches or engines,
         sampling=rollout_sampling(config),
         seed_of=lambda group: group_seed(config, rollout_id, group.group_id),
         name=f"rollout-{rollout_id}",
@@ -90,7 +90,7 @@ async def _collect(context: RolloutContext, rollout_id: int, source: DataSource,
     )
     kept = Kept(context, target, source)
     try:
-        if config.rollout.deterministic:
+        if batches is not None:
             size, name = config.rollout.rollout_concurrency, f"rollout-{rollout_id}"
             await collect_in_batches(runner, batches, kept, source, target=target, max_size=size, name=name)
         while len(kept.groups) < target:

@@ -1,4 +1,4 @@
-"""What a process needs before it can be a rank that trains."""
+"""What a process needs before it can be a rank with a model: to train it, or to score with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare(config: Config, platform: Platform, rank: int) -> None:
 def join(
     config: Config, platform: Platform, own: MegatronSettings, *, rank: int, world_size: int, init_method: Any
 ) -> None:
-    """Join the ranks that train one model. Args: own: its settings; the others as `parallel.start` takes them."""
+    """Join the ranks of one model. Args: own: its settings; the others as `parallel.start` takes them."""
     parallel.start(
         backend=platform.collective_backend,
         init_method=init_method,

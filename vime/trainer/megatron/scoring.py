@@ -20,8 +20,8 @@ from vime.errors import TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
 from vime.support import SamplingSupport
-from vime.trainer.megatron import cpu_shims, fixes, forward, hf_io, model, parallel, settings
-from vime.trainer.megatron.layout import align_matmuls, layout_of
+from vime.trainer.megatron import forward, hf_io, model, parallel, process, settings
+from vime.trainer.megatron.layout import layout_of
 from vime.trainer.megatron.routed_layers import routers_of
 from vime.trainer.megatron.routing_replay import RoutingPass, Tally
 from vime.types import RoutedExperts
@@ -49,11 +49,7 @@ class Scorer:
     """
 
     def __init__(self, config: Config, folder: Path, platform: Platform) -> None:
-        if platform.device_type == "cpu":
-            cpu_shims.install()
-        fixes.apply()
-        if config.train.aligned:
-            align_matmuls(platform.device_type)
+        process.prepare(config, platform, rank=0)
         hf = hf_io.read_config(folder)
         family = family_of(hf)
         self._model, self._config = family.settings(hf), config
@@ -62,14 +58,8 @@ class Scorer:
             self._model, {"lr": 1e-6} | alone, device_type=platform.device_type, world_size=1
         )
         self._meeting = tempfile.TemporaryDirectory(prefix="vime_scorer_")
-        parallel.start(
-            backend=platform.collective_backend,
-            init_method=f"file://{self._meeting.name}/rendezvous",
-            rank=0,
-            world_size=1,
-            timeout_minutes=config.train.distributed_timeout_minutes,
-            seed=config.train.seed,
-        )
+        meeting = f"file://{self._meeting.name}/rendezvous"
+        process.join(config, platform, self._settings, rank=0, world_size=1, init_method=meeting)
         try:
             self._chunks, self._wrapped = model.build_chunks(self._settings, self._build)
             hf_io.load_hf(self._chunks, folder, family.name_map(self._model), self._model)
