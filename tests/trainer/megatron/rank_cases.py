@@ -13,7 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 
-from tests.trainer.megatron.matrix import CRITIC, LOSSES
+from tests.trainer.megatron.layout_case import CRITIC, LOSSES
 from tests.trainer.megatron.peak_memory import PeakMemory
 from tests.trainer.megatron.rank_processes import result_file
 from vime.config import AlgoConfig, Config, CriticConfig, RolloutConfig, SyncConfig, TeacherConfig, TrainConfig

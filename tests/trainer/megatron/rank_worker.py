@@ -1,6 +1,6 @@
 """One rank of the parallel matrix: python rank_worker.py RANK WORLD_SIZE FOLDER CASES PLATFORM LIMIT_S.
 
-CASES is a pickle in FOLDER: a list of `matrix.Case` with their batches.
+CASES is a pickle in FOLDER: a list of `layout_case.Case` with their batches.
 """
 
 import sys

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.trainer.conftest import write_model
 from tests.trainer.megatron.critics import write_critic
-from tests.trainer.megatron.matrix import CUDA_ONLY, MATRIX, MODELS, with_batches
+from tests.trainer.megatron.layout_case import MODELS, with_batches
+from tests.trainer.megatron.matrix import CUDA_ONLY, MATRIX
 from tests.trainer.megatron.rank_differences import NUMBERS, differences
 from tests.trainer.megatron.rank_processes import LIMIT_S, Outcome, Ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import write_model
-from tests.trainer.megatron.matrix import MODELS, Case, with_batches
+from tests.trainer.megatron.layout_case import MODELS, Case, with_batches
 from tests.trainer.megatron.rank_differences import differences
 from tests.trainer.megatron.rank_processes import Ranks
 

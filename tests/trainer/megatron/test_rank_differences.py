@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.trainer.megatron.matrix import Case
+from tests.trainer.megatron.layout_case import Case
 from tests.trainer.megatron.rank_differences import differences
 
 NAN = float("nan")

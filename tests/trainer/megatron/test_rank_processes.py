@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.trainer.megatron import run_matrix
-from tests.trainer.megatron.matrix import Case
+from tests.trainer.megatron.layout_case import Case
 from tests.trainer.megatron.rank_processes import Outcome, Ranks
 
 # A rank that does what the case says.

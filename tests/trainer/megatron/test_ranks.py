@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from tests.trainer.megatron.matrix import LOSSES, MATRIX, SMOKE, with_batches
+from tests.trainer.megatron.layout_case import LOSSES, with_batches
+from tests.trainer.megatron.matrix import MATRIX, SMOKE
 from tests.trainer.megatron.rank_differences import Differences, compare_metrics
 from tests.trainer.megatron.run_matrix import rows_of, run_cases
 from vime.config import AlgoConfig, RolloutConfig, TrainConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.megatron.matrix import some_support
+from tests.trainer.megatron.layout_case import some_support
 from tests.trainer.megatron.test_losses import FAST, LENGTHS
 from vime.config import AlgoConfig, CheckpointConfig, RolloutConfig, TrainConfig
 
