@@ -5,7 +5,7 @@
 
 Nothing waits for the slowest sample but its own group. How old a group may be is bounded where groups are begun and
 where they are taken (vime/rollout/stream.py), and each waits for the other: the trainer for a whole rollout, generation
-for room. A checkpoint keeps the data as they would be with everything put back that was under way.
+for room. A checkpoint keeps what is under way as such, too: a resume hands it out first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The weight sync waits for the generation under way, so that every token of a rollout is of one version (groups that
 --partial-rollout carries over from an earlier one keep their older tokens); the samples are then one version behind the
-trainer. What a checkpoint keeps of the data is where it was when r had been taken and r + 1 had not.
+trainer. A checkpoint of r keeps the groups of r + 1 as being under way: a resume hands them out first.
 """
 
 from __future__ import annotations
