@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.config import ClusterConfig
-from vime.errors import ConfigError
+from vime.errors import ConfigError, VimeError
 from vime.orchestration import ray_environment
 from vime.orchestration.cluster import ray_cluster
 from vime.orchestration.placement import Layout
@@ -33,6 +33,28 @@ def test_a_long_tmpdir_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "kind", "said"),
+    [
+        (None, Exception("The current node timed out during startup."), VimeError, "Ray did not start on this machine"),
+        (None, ConnectionError("no GCS"), VimeError, "ConnectionError: no GCS"),
+        ("auto", ConnectionError("no cluster\nand more"), ConfigError, r"--ray-address auto: .* \(no cluster\)"),
+        ("auto", Exception("timed out"), VimeError, r"Ray did not join auto \(Exception: timed out\)"),
+    ],
+)
+def test_a_ray_that_is_not_there_is_an_error_of_vime_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, error: Exception, kind: type[VimeError], said: str
+) -> None:
+    def init(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.init", init)
+    cluster = ClusterConfig(ray_address=address)
+    with pytest.raises(VimeError, match=said) as raised, ray_cluster(cluster, Layout(1, (0,), (), False)):
+        pass
+    assert type(raised.value) is kind and raised.value.__cause__ is error
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.config import ClusterConfig
-from vime.errors import ConfigError
+from vime.errors import ConfigError, VimeError
 from vime.orchestration.placement import Layout, Node, Placement, place
 from vime.platform.base import Platform
 
@@ -35,7 +35,7 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     """Connect to Ray for the duration of a run.
 
     Without --ray-address a single-node cluster is started and ended here, guarded by a token (ray_environment.py).
-    Raises: ConfigError if there is no cluster to join.
+    Raises: ConfigError if there is no cluster to join; VimeError if Ray does not start here.
     """
     # Workers get the driver's module path, so that hooks given by dotted path import there too.
     modules = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -54,21 +54,8 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
         # agent prepare others, which takes seconds.
         with _processes_in_their_own_group(), _variable("PYTHONPATH", modules):
             ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
-    except OSError as error:
-        if "AF_UNIX" not in str(error):
-            raise
-        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
-        raise ConfigError(
-            f"Ray keeps sockets in {folder} (TMPDIR), and the system allows 107 bytes for a socket's path; set "
-            "RAY_TMPDIR and TMPDIR to a short path, such as /tmp"
-        ) from error
-    except (ConnectionError, RuntimeError, AuthenticationError) as error:
-        if cluster.ray_address is None:
-            raise
-        raise ConfigError(
-            f"--ray-address {cluster.ray_address}: no cluster answers there ({str(error).partition(chr(10))[0]}); see "
-            "docs/multi_node.md for `ray start`, and that this process has the cluster's token"
-        ) from error
+    except Exception as error:  # Ray raises Exception itself where its processes do not find one another in time
+        raise _not_there(cluster, error) from error
     # ray.init takes SIGTERM to print a stack and die at once, which would leave the run's processes to find out.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt_once)
@@ -76,6 +63,28 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _not_there(cluster: ClusterConfig, error: Exception) -> VimeError:
+    """What `ray.init` did not manage, and what to do."""
+    said = str(error).strip().partition("\n")[0] or repr(error)
+    if isinstance(error, OSError) and "AF_UNIX" in said:
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+        return ConfigError(
+            f"Ray keeps sockets in {folder} (TMPDIR), and the system allows 107 bytes for a socket's path; set "
+            "RAY_TMPDIR and TMPDIR to a short path, such as /tmp"
+        )
+    if cluster.ray_address is not None and isinstance(error, ConnectionError | RuntimeError | AuthenticationError):
+        return ConfigError(
+            f"--ray-address {cluster.ray_address}: no cluster answers there ({said}); see docs/multi_node.md for `ray "
+            "start`, and that this process has the cluster's token"
+        )
+    what = "did not start on this machine" if cluster.ray_address is None else f"did not join {cluster.ray_address}"
+    return VimeError(
+        f"Ray {what} ({type(error).__name__}: {said}). Its processes wait half a minute for one another: where other "
+        "programs keep every core busy, start again when they do not; else Ray's logs say more, in "
+        f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+    )
 
 
 class _PopenInItsOwnGroup(services.ConsolePopen):
