@@ -12,7 +12,7 @@ from vime.algo.cispo import cispo_loss
 from vime.algo.kl import kl_estimate
 from vime.algo.opsm import on_policy_enough
 from vime.algo.overlong import overlong_penalty
-from vime.algo.policy_loss import clipped_loss, ppo_clip_loss
+from vime.algo.policy_loss import clipped_loss
 from vime.algo.reinforce import reinforce_loss
 from vime.algo.sequences import Sequences
 
@@ -46,7 +46,7 @@ def gspo(log_probs, old, advantages, weights=1.0):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda lp, old, a: ppo_clip_loss(lp, old, a, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=1.5).loss,
+        lambda lp, old, a: clipped_loss(lp - old, a, eps_clip=0.2, eps_clip_high=0.3, eps_clip_c=1.5).loss,
         gspo,
         lambda lp, old, a: gspo(lp, old, a, torch.arange(6)),  # weights that differ inside a sequence
         lambda lp, old, a: reinforce_loss(lp, old, a).loss,
@@ -83,7 +83,7 @@ def test_one_is_no_lower_bound_for_cispo():
 def test_before_the_policy_moves_all_losses_have_one_gradient():
     _, old, advantages = columns()
     for loss in (
-        lambda lp: ppo_clip_loss(lp, old, advantages, eps_clip=0.2).loss,
+        lambda lp: clipped_loss(lp - old, advantages, eps_clip=0.2).loss,
         lambda lp: cispo_loss(lp, old, advantages, eps_clip=0.2).loss,
         lambda lp: reinforce_loss(lp, old, advantages).loss,
     ):

@@ -66,25 +66,6 @@ def clipped_loss(
     return PolicyLoss(loss, ratio.detach(), clipped, dual_clipped)
 
 
-def ppo_clip_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    eps_clip: float,
-    eps_clip_high: float | None = None,
-    eps_clip_c: float | None = None,
-) -> PolicyLoss:
-    """`clipped_loss` of each token's own log-ratio, log_probs - old_log_probs, both [T]; none through the latter."""
-    return clipped_loss(
-        log_probs - old_log_probs.detach(),
-        advantages,
-        eps_clip=eps_clip,
-        eps_clip_high=eps_clip_high,
-        eps_clip_c=eps_clip_c,
-    )
-
-
 def finite_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), finite in float32. [T]"""
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from vime.algo.policy_loss import ppo_clip_loss
+from vime.algo.policy_loss import clipped_loss
 from vime.types import TrainBatch
 
 
@@ -92,7 +92,7 @@ def other_tokens(config, rollout_id, batch: TrainBatch):
 
 def same_loss(config, inputs, sum_of_sample_mean):
     """The default loss, written as a user would."""
-    result = ppo_clip_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, eps_clip=0.2)
+    result = clipped_loss(inputs.log_probs - inputs.old_log_probs, inputs.advantages, eps_clip=0.2)
     assert inputs.extra.keys() <= {"turns"}
     metrics = {"clipped": sum_of_sample_mean(result.clipped), "tokens": len(inputs.tokens)}
     return sum_of_sample_mean(result.loss), metrics
