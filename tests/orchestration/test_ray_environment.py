@@ -1,9 +1,11 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ray._private import utils
 
 from vime.config import ClusterConfig
 from vime.errors import ConfigError, VimeError
@@ -55,6 +57,48 @@ def test_a_ray_that_is_not_there_is_an_error_of_vime_that_says_so(
     with pytest.raises(VimeError, match=said) as raised, ray_cluster(cluster, Layout(1, (0,), (), False)):
         pass
     assert type(raised.value) is kind and raised.value.__cause__ is error
+
+
+def test_a_signal_while_ray_starts_ends_the_run_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        utils.set_sigterm_handler(lambda number, frame: sys.exit(number))  # as Ray's own does
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the programs have it
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_rays_own_start_does_so_too() -> None:
+    program = """
+import os, signal
+from vime.config import ClusterConfig
+from vime.orchestration import ray_environment
+ray_environment.prepare(ClusterConfig())
+import ray
+from vime.orchestration.cluster import ray_cluster
+from vime.orchestration.placement import Layout
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+connect = ray._private.worker.connect
+def interrupted(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return connect(*arguments, **options)
+ray._private.worker.connect = interrupted
+try:
+    with ray_cluster(ClusterConfig(), Layout(1, (0,), (), False)):
+        print("went on")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import ray
-from ray._private import services
+from ray._private import services, utils
 from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError, GetTimeoutError
 from ray.util.placement_group import placement_group
@@ -52,11 +52,10 @@ def ray_cluster(cluster: ClusterConfig, layout: Layout) -> Iterator[None]:
     try:
         # Not as a runtime environment here: Ray would leave aside the workers that it starts with itself, and have an
         # agent prepare others, which takes seconds.
-        with _processes_in_their_own_group(), _variable("PYTHONPATH", modules):
+        with _processes_in_their_own_group(), _own_signals(), _variable("PYTHONPATH", modules):
             ray.init(logging_level=logging.WARNING, log_to_driver=True, **options)
     except Exception as error:  # Ray raises Exception itself where its processes do not find one another in time
         raise _not_there(cluster, error) from error
-    # ray.init takes SIGTERM to print a stack and die at once, which would leave the run's processes to find out.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt_once)
     try:
@@ -106,6 +105,21 @@ def _processes_in_their_own_group() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original  # type: ignore[misc]
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """SIGTERM stays the program's own.
+
+    Ray 2.60 takes it in `ray.init`, to end the process at once: with an exit code of its own and no word of the run's,
+    whose other processes would be left to find out.
+    """
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = original
 
 
 @contextmanager
