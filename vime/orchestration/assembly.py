@@ -47,7 +47,7 @@ from vime.orchestration.sharing import start_sides
 from vime.orchestration.stream import make_stream
 from vime.orchestration.telemetry import make_meter, make_tracer, make_writer
 from vime.orchestration.workers import TrainerGroup
-from vime.protocols import DataSource, Engine, Engines, RolloutContext
+from vime.protocols import DataSource, Engines, RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import HeldOutSet, load_eval_sets
@@ -55,7 +55,6 @@ from vime.rollout.stage import RolloutStage
 from vime.rollout.stream import RolloutStream
 from vime.rollout.teacher import ServedTeacher
 from vime.types import Group, Metrics, TrainBatch
-from vime.weight_sync import Route
 from vime.weight_sync.plan import WeightSync
 
 
@@ -124,7 +123,14 @@ def run_on(
         teacher=teacher,
     )
     keeper = stack.enter_context(_keeper(plan, trainer, source, stop, journaled))
-    stages = _build_stages(plan, context, rollout, trainer, keeper, fleet, client, started.route, source, turns, stack)
+    stages = Stages(
+        rollout=rollout,
+        trainer=trainer,
+        publisher=_publisher(plan, started, context, source, trainer, client, turns, stack),
+        make_batch=_batch_maker(plan, context),
+        checkpoints=keeper,
+        turns=turns,
+    )
     with _naming_the_dead(fleet):
         recorder = _recorder(plan, writer, stack, fleet, stages.rollout, stages.publisher, trainer)
         stream = None
@@ -186,39 +192,41 @@ def _hook_context(plan: RunPlan, client: RouterClient | None, tokenizer: Any, st
     return RolloutContext(config, endpoint, tokenizer, reward)
 
 
-def _build_stages(
+def _publisher(
     plan: RunPlan,
+    started: Started,
     context: RolloutContext,
-    rollout: Rollout,
-    trainer: TrainerGroup,
-    keeper: CheckpointKeeper,
-    fleet: Fleet | None,
-    client: RouterClient | None,
-    route: Route | None,
     source: DataSource,
+    trainer: TrainerGroup,
+    client: RouterClient | None,
     turns: DeviceTurns | None,
     stack: ExitStack,
-) -> Stages:
-    config = plan.config
+) -> Publisher:
+    """The weight sync, where the run has engines, which are kept going from now on."""
+    config, fleet, route = plan.config, started.fleet, started.route
     if turns is not None:
         stack.callback(turns.close)
-    engines: list[Engine] = list(fleet.engines) if fleet is not None else []
-    publisher: Publisher = NoEngines()
-    if fleet is not None and client is not None and route is not None:
-        publisher = sync = WeightSync(
-            trainer,
-            engines,
-            transport=route.transport,
-            probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
-            probe_interval=config.sync.weight_probe_interval,
-            probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
-            on_version=client.note_version,
-            turns=turns,
-            lock=trainer.lock,
-        )
-        stack.callback(sync.close)
-        _keep_going(plan, fleet, client, trainer, sync, turns)
+    if fleet is None or client is None or route is None:
+        return NoEngines()
+    sync = WeightSync(
+        trainer,
+        list(fleet.engines),
+        transport=route.transport,
+        probe_prompts=probe_prompts(source, context.tokenizer, sizes.max_model_len(config, plan.hf_config)),
+        probe_interval=config.sync.weight_probe_interval,
+        probe_tolerance=sizes.probe_tolerance(config, plan.hf_config),
+        on_version=client.note_version,
+        turns=turns,
+        lock=trainer.lock,
+    )
+    stack.callback(sync.close)
+    _keep_going(plan, fleet, client, trainer, sync, turns)
+    return sync
 
+
+def _batch_maker(plan: RunPlan, context: RolloutContext) -> Callable[[int, list[Group]], tuple[TrainBatch, Metrics]]:
+    """`make_train_batch` as the run is configured."""
+    config = plan.config
     hooks = BatchHooks.load(context)
     model = family_of(plan.hf_config).settings(plan.hf_config)
 
@@ -239,14 +247,7 @@ def _build_stages(
             mixes_versions=config.stream.fully_async,
         )
 
-    return Stages(
-        rollout=rollout,
-        trainer=trainer,
-        publisher=publisher,
-        make_batch=make_batch,
-        checkpoints=keeper,
-        turns=turns,
-    )
+    return make_batch
 
 
 def _keep_going(
