@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vime.config.hooks import UserFunction
@@ -298,7 +299,7 @@ def pending_again(group: Group) -> Group:
 def one_sample_each(group: Group) -> Group:
     """A group with the first sample of each trajectory: a function may have made siblings in an earlier rollout."""
     firsts = {sample.trajectory_id: sample for sample in reversed(group.samples)}
-    return Group(group.group_id, [firsts[key] for key in dict.fromkeys(s.trajectory_id for s in group.samples)])
+    return replace(group, samples=[firsts[key] for key in dict.fromkeys(s.trajectory_id for s in group.samples)])
 
 
 GENERATED_METADATA = frozenset({"error", "reward_verdict"})  # what vime itself writes into metadata while generating

@@ -61,7 +61,7 @@ class CheckpointWriting:
     Args:
         folder: holds all checkpoints of the run.
         rollout_id: the last rollout that was trained on. The stop rule is kept as it is now.
-        data: the data source's state when that rollout's groups had been taken, and no other's.
+        data: the data source's state, with the groups that are under way.
         settings: what to compare with on resume.
         in_background: training may go on before it is complete.
         checksums: of its files are kept, too: they are read once more.

@@ -145,7 +145,7 @@ async def generate_by_function(
             samples.append(sample)
         else:
             raise result
-    return Generated(Group(group.group_id, samples), first)
+    return Generated(replace(group, samples=samples), first)
 
 
 def mark_failed(sample: Sample, error: Exception) -> None:

@@ -249,7 +249,7 @@ class GroupRunner:
         if any(is_unfinished(sample) for sample in finished.samples):
             return Outcome(finished, is_aborted=True)
         try:
-            finished = Group(finished.group_id, self._hooked(finished.samples))
+            finished = replace(finished, samples=self._hooked(finished.samples))
         except Exception as error:  # the user's code
             for sample in finished.samples:
                 mark_failed(sample, error)
@@ -330,7 +330,7 @@ def _checked(hook: UserFunction, result: object, sample: Sample) -> Sample:
 
 
 def _own_copy(group: Group) -> Group:
-    return Group(group.group_id, [own_copy(sample) for sample in group.samples])
+    return replace(group, samples=[own_copy(sample) for sample in group.samples])
 
 
 def _with_seed(sampling: SamplingParams, seed: int | None, index: int | None) -> SamplingParams:
