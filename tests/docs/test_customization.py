@@ -56,10 +56,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     folder = tmp_path_factory.mktemp("page")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (folder / "customization_page.py").write_text("\n\n".join(blocks), encoding="utf-8")
-    sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    yield importlib.import_module("customization_page")
-    sys.path.remove(str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+        yield importlib.import_module("customization_page")
     sys.modules.pop("customization_page", None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def resumed(folder: Path, rest: Path, rollout_id: int, *, beside: bool = True) -
 
 
 def rollout_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("rollout-")]
+    return [thread for thread in threading.enumerate() if re.fullmatch(r"rollout-\d+", thread.name)]
 
 
 def test_a_rollout_is_generated_beside_the_training_of_the_one_before_and_the_sync_waits_for_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from vime.orchestration.placement import Layout
 def test_a_cluster_that_only_the_environment_names_is_neither_joined_nor_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what is set there is gone afterwards
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ConfigError, match="--ray-address auto to run on that cluster, or unset RAY_ADDRESS"):

@@ -126,7 +126,6 @@ class Scheduler:
             if not self._running:
                 self._empty.set()
             self.num_requests += 1
-            self.num_tokens += sum(map(len, run.tokens))
             self.total_s += time.monotonic() - run.arrived_s
         return run.answer(request_id, self._adapter)
 
@@ -140,6 +139,7 @@ class Scheduler:
                 opened.cancel()
                 continue
             steps = self.brain.step(run, count)
+            self.num_tokens += sum(map(len, steps))
             for i, tokens in enumerate(steps):
                 for token, log_prob in tokens:
                     run.add(i, token, log_prob, self.version)

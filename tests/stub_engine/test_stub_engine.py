@@ -164,14 +164,12 @@ def test_requests_freeze_through_a_pause_and_say_which_tokens_are_of_which_versi
     async def run() -> list[Completion]:
         client = RouterClient(slow.url, [slow.url], run_key)
         request = asyncio.create_task(client.generate(ask("frozen", max_tokens=400, seed=7)))
-        while not await asyncio.to_thread(running, slow, run_key):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # a few of some hundred tokens
+        await more_tokens(slow, run_key)
         await asyncio.to_thread(control.pause, "keep")
         assert not request.done()
         await asyncio.to_thread(control._post, "/update_weight_version", {"new_version": "5"})
         await asyncio.to_thread(control.resume)
-        await asyncio.sleep(0.1)
+        await more_tokens(slow, run_key)
         await client.abort(["frozen", "unknown"])
         completions = await request
         await client.aclose()
@@ -186,8 +184,20 @@ def test_requests_freeze_through_a_pause_and_say_which_tokens_are_of_which_versi
 
 
 def running(engine: EngineServer, key: str) -> bool:
+    return figure(engine, key, "num_requests_running") != 0
+
+
+def figure(engine: EngineServer, key: str, name: str) -> float:
+    """One of its metrics."""
     text = httpx.get(engine.url + "/metrics", headers={"Authorization": f"Bearer {key}"}).text
-    return 'vllm:num_requests_running{model_name="policy"} 0.0' not in text
+    return float(text.partition(f'vllm:{name}{{model_name="policy"}} ')[2].split()[0])
+
+
+async def more_tokens(engine: EngineServer, key: str) -> None:
+    """Wait until it has generated some."""
+    before = await asyncio.to_thread(figure, engine, key, "generation_tokens_total")
+    while await asyncio.to_thread(figure, engine, key, "generation_tokens_total") == before:
+        await asyncio.sleep(0.01)
 
 
 def test_a_request_whose_connection_is_closed_stops(slow: EngineServer, run_key: str) -> None:

@@ -176,9 +176,9 @@ def test_a_checkpoint_holds_plain_cuts_of_all_experts():
 @EACH
 @DTYPES
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_on_cuda_outputs_and_gradients_are_those_of_each_expert_alone(counts, dtype, recompute):
+def test_on_cuda_outputs_and_gradients_are_those_of_each_expert_alone(counts, dtype, recompute, monkeypatch):
     settings = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]} if recompute else {}
     experts = make_experts(dtype=dtype, device="cuda", **settings)
     assert experts.uses_kernel
-    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     assert_like_one_by_one(experts, counts, dtype, "cuda")
