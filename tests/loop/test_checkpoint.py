@@ -23,7 +23,7 @@ from vime.loop.checkpoint import (
     weights_of,
     write_weights_file,
 )
-from vime.loop.replay import ReplaySource
+from vime.loop.replay import NoPrompts
 
 SETTINGS = {"fixed": {"--optimizer": "adam"}}
 
@@ -218,10 +218,10 @@ def test_the_next_prompts_are_those_of_a_run_that_never_stopped_and_other_data_i
 
 def test_a_replay_goes_on_from_any_checkpoint_but_only_a_replay_from_a_replays(tmp_path: Path) -> None:
     save(tmp_path / "real", 1)
-    save(tmp_path / "replay", 1, source=ReplaySource())
+    save(tmp_path / "replay", 1, source=NoPrompts())
     for folder in ("real", "replay"):
         checkpoint = open_checkpoint(tmp_path / folder)
-        load_checkpoint(checkpoint, FakeTrainer(), ReplaySource(), StopRule())  # type: ignore[arg-type]
+        load_checkpoint(checkpoint, FakeTrainer(), NoPrompts(), StopRule())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"read no prompts.*--finetune"):
         load_checkpoint(open_checkpoint(tmp_path / "replay"), FakeTrainer(), FakeSource(), StopRule())
 

@@ -11,7 +11,7 @@ from vime.config import AlgoConfig, TrainConfig
 from vime.errors import ConfigError, EngineError
 from vime.loop.batch import make_train_batch
 from vime.loop.recorder import Copies, Recorder
-from vime.loop.replay import ReplayedRollouts, ReplaySource
+from vime.loop.replay import NoPrompts, ReplayedRollouts
 from vime.loop.rollout_only import run_rollout_only
 from vime.observability.progress import RunProgress
 from vime.observability.run_folder import RunFolder
@@ -81,7 +81,7 @@ def test_a_subsample_keeps_whole_groups_and_at_least_one(tmp_path: Path, part: f
 
 
 def test_a_replay_has_no_prompts_and_says_so_in_its_state() -> None:
-    source = ReplaySource()
+    source = NoPrompts()
     source.restore({"format": 1, "offset": 8})
     assert source.state() == {"replayed": True} and source.epoch_size() is None
     with pytest.raises(EngineError, match="no prompts"):

@@ -14,7 +14,7 @@ from vime.config import Config, DataConfig, EvalConfig, RewardConfig, RolloutCon
 from vime.config.sections import DebugConfig
 from vime.data.buffer import DataBuffer
 from vime.errors import ConfigError, DataError
-from vime.loop.replay import ReplaySource
+from vime.loop.replay import NoPrompts
 from vime.orchestration.data import build_source, check_data, probe_prompts
 
 ROLLOUT = RolloutConfig(rollout_batch_size=1, rollout_max_context_len=4)
@@ -70,7 +70,7 @@ def test_the_source_follows_from_the_settings(tmp_path: Path) -> None:
 
     replay = replace(settings, debug=DebugConfig(load_debug_rollout_data="x"))
     assert check_data(replay) is None
-    assert isinstance(build_source(replay, None, tokenizer), ReplaySource)
+    assert isinstance(build_source(replay, None, tokenizer), NoPrompts)
 
 
 ROWS = [{"input": "1", "metadata": {"rm_type": "dapo"}}]

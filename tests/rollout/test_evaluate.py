@@ -18,7 +18,8 @@ from vime.protocols import GenerateRequest, RolloutContext, SamplingParams
 from vime.rewards.pool import GraderPool
 from vime.rewards.score import make_reward_function
 from vime.rollout.eval_data import load_eval_sets
-from vime.rollout.evaluate import pass_at_k, set_metrics
+from vime.rollout.evaluate import set_metrics
+from vime.rollout.stats import pass_at_k
 from vime.rollout.vllm_rollout import generate_rollout
 from vime.types import Group, RolloutResult, Sample, SampleStatus
 

@@ -11,7 +11,7 @@ from tests.fakes import FakeEngines, char_tokenizer, seeded_digits
 from tests.rollout.bench import HOOKS, Bench, ids
 from vime.config import Config, RolloutConfig
 from vime.errors import DataError, HookError, VimeError
-from vime.loop.replay import ReplaySource
+from vime.loop.replay import NoPrompts
 from vime.protocols import RolloutContext
 from vime.rewards.pool import GraderPool
 from vime.rollout import custom_generate
@@ -141,7 +141,7 @@ def test_a_rollout_function_of_ones_own_is_called_for_training_and_evaluation(to
 
     def stage(name: str) -> RolloutStage:
         config = Config(rollout=RolloutConfig(rollout_function_path=f"{HOOKS}.{name}"))
-        source = ReplaySource()  # nobody asks it for prompts
+        source = NoPrompts()  # nobody asks it for prompts
         return RolloutStage(RolloutContext(config, engines, tokenizer, reward=None), source, {})  # type: ignore[arg-type]
 
     assert stage("rollout_of_one").generate(0).metrics == {"custom/evaluation": 0.0}

@@ -55,7 +55,7 @@ class ReplayedRollouts:
         raise EngineError(f"rollout {rollout_id} cannot be evaluated: a run that replays rollouts starts no engines")
 
 
-class ReplaySource(DataSource):
+class NoPrompts(DataSource):
     """In the place of the data buffer, where a replay or an evaluation reads no prompts to train on."""
 
     def get_groups(self, n: int) -> list[Group]:

@@ -14,7 +14,7 @@ from vime.data.prompts import CheckedRows, check_prompts, check_rows, tokenise_p
 from vime.data.records import check_named_hook, check_overrides, named_hooks
 from vime.data.source import check_batch_size, make_buffer, make_own_source
 from vime.errors import ConfigError
-from vime.loop.replay import ReplaySource
+from vime.loop.replay import NoPrompts
 from vime.protocols import DataSource
 from vime.rewards.score import reward_key_problem, usable_rewards
 from vime.rollout.eval_data import held_out_keys
@@ -93,7 +93,7 @@ def build_source(
         more prompts than there are; HookError for what the user's class raised.
     """
     if modes.replays(config) or modes.evaluates_without_trainer(config):
-        return ReplaySource()
+        return NoPrompts()
     if config.data.data_source_path is not None:
         return make_own_source(config, tokenizer)
     source = make_buffer(config, None if rows is None else tokenise_prompts(config, rows, tokenizer))

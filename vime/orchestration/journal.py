@@ -16,7 +16,7 @@ from vime.data.journal_schema import FILE, copy_journal, set_aside
 from vime.data.journaled import KEY, JournaledSource
 from vime.errors import DataError
 from vime.loop.checkpoint import Checkpoint
-from vime.loop.replay import ReplaySource
+from vime.loop.replay import NoPrompts
 from vime.loop.staleness import version_after
 from vime.observability.run_folder import plain_settings
 from vime.orchestration.run_plan import RunPlan
@@ -50,7 +50,7 @@ def journaled_source(
         checkpoint: that the run goes on from; None: its data begin anew.
         stack: closes the journal.
     """
-    if isinstance(source, ReplaySource) or modes.evaluates_only(plan.config):
+    if isinstance(source, NoPrompts) or modes.evaluates_only(plan.config):
         return None
     journaled, messages = with_journal(plan.config, source, checkpoint, plan.start, plan.folder.path)
     stack.callback(journaled.journal.close)

@@ -66,9 +66,8 @@ def run(
         replayed = resume.replayed_rollouts(config, plan.start)
         teacher = None
         if teacher_is_served(config):
-            from vime.orchestration.teacher import (
-                served_teacher,
-            )  # imports transformers, for its check of the tokenizer
+            # It imports transformers, for its check of the tokenizer.
+            from vime.orchestration.teacher import served_teacher
 
             teacher = served_teacher(config, plan.hf_path, plan.hf_config)
     with ExitStack() as stack:

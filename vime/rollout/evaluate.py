@@ -17,7 +17,7 @@ from vime.protocols import Engines, RolloutContext, SamplingParams
 from vime.rollout.eval_data import HeldOutSet
 from vime.rollout.generate import request_seed
 from vime.rollout.runner import GroupRunner, Outcome
-from vime.rollout.stats import length_metrics, reward_entries, trajectory_rewards, verdict_ratios
+from vime.rollout.stats import length_metrics, pass_rates, reward_entries, trajectory_rewards, verdict_ratios
 from vime.types import Group, Metrics, RolloutResult, Sample, SampleStatus
 
 SET_KEY = "eval_set"
@@ -115,10 +115,7 @@ def eval_sampling(settings: EvalSet, config: Config) -> SamplingParams:
 
 
 def set_metrics(name: str, groups: Sequence[Group], reward_key: str | None) -> Metrics:
-    """The metrics of one set. Siblings of a trajectory count once, by their mean reward.
-
-    pass@k counts rewards of 1 and above, with the estimator of arXiv:2107.03374, eq. 1, for k up to the smallest group.
-    """
+    """The metrics of one set. Siblings of a trajectory count once, by their mean reward."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [trajectory_rewards(group, reward_key) for group in groups]
     prompt_means = np.array([np.mean(of_group) for of_group in rewards])
@@ -135,18 +132,7 @@ def set_metrics(name: str, groups: Sequence[Group], reward_key: str | None) -> M
     metrics |= length_metrics(f"{prefix}-response_len", [s.response_length for s in samples])
     metrics |= verdict_ratios(f"{prefix}-reward_", samples)
     metrics |= reward_entries(f"{prefix}-reward/", samples)
-    n = min(map(len, rewards))
-    k = 1
-    while n > 1 and k <= n:
-        correct = [(len(of_group), sum(reward >= 1 for reward in of_group)) for of_group in rewards]
-        metrics[f"{prefix}-pass@{k}"] = sum(pass_at_k(m, c, k) for m, c in correct) / len(groups)
-        k *= 2
-    return metrics
-
-
-def pass_at_k(n: int, num_correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold one of the correct ones."""
-    return 1.0 - math.comb(n - num_correct, k) / math.comb(n, k)
+    return metrics | {f"{prefix}-pass@{k}": rate for k, rate in pass_rates(rewards).items()}
 
 
 def _first_ids(sets: Mapping[str, HeldOutSet]) -> dict[str, tuple[int, int]]:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from vime.errors import RewardError
 from vime.observability.trace import OWN_SPANS, seconds_outside_generation
 from vime.rewards.score import scalar_reward
-from vime.rollout.evaluate import pass_at_k
-from vime.rollout.stats import length_metrics, trajectory_rewards
+from vime.rollout.stats import length_metrics, pass_rates, trajectory_rewards
 from vime.types import Group, Metrics, Sample
 
 _REPETITION_CHARACTERS = 10_000  # the end of a response, where a loop would be
@@ -105,11 +104,6 @@ def _pass_rate(groups: Sequence[Group], reward_key: str | None) -> Metrics:
     except RewardError:  # supervised data, or a rollout function of the user's that leaves rewards to the batch
         return {}
     metrics = length_metrics("rollout/correct_length", lengths)
-    smallest = min(map(len, rewards))
-    if smallest > 1 and all(reward in (0.0, 1.0) for of_group in rewards for reward in of_group):
-        k = 1
-        while k <= smallest:
-            rates = [pass_at_k(len(of_group), sum(r >= 1 for r in of_group), k) for of_group in rewards]
-            metrics[f"passrate/pass@{k}"] = sum(rates) / len(rates)
-            k *= 2
+    if all(reward in (0.0, 1.0) for of_group in rewards for reward in of_group):
+        metrics |= {f"passrate/pass@{k}": rate for k, rate in pass_rates(rewards).items()}
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -99,6 +100,25 @@ def trajectory_rewards(group: Group, key: str | None) -> list[float]:
         reward = 0.0 if sample.status is SampleStatus.FAILED else scalar_reward(sample.reward, key)
         found.setdefault(sample.trajectory_id, []).append(reward)
     return [sum(rewards) / len(rewards) for rewards in found.values()]
+
+
+def pass_rates(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
+    """k -> pass@k, the mean over prompts, for k = 1, 2, 4, … up to the fewest samples of one; nothing for one each.
+
+    Args: rewards: of each prompt's samples; 1 and above is correct. Source: arXiv:2107.03374, eq. 1.
+    """
+    fewest, k = min(map(len, rewards)), 1
+    rates: dict[int, float] = {}
+    while fewest > 1 and k <= fewest:
+        each = [pass_at_k(len(of_prompt), sum(r >= 1 for r in of_prompt), k) for of_prompt in rewards]
+        rates[k] = sum(each) / len(each)
+        k *= 2
+    return rates
+
+
+def pass_at_k(n: int, num_correct: int, k: int) -> float:
+    """Probability that k of n samples, drawn without replacement, hold one of the correct ones."""
+    return 1.0 - math.comb(n - num_correct, k) / math.comb(n, k)
 
 
 def verdict_ratios(prefix: str, samples: Sequence[Sample]) -> Metrics:
