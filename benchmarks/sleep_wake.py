@@ -35,7 +35,7 @@ from benchmarks.common import say  # noqa: E402
 from benchmarks.train_step import batch_of  # noqa: E402
 from benchmarks.workload import write_model  # noqa: E402
 from vime.config import Config, RolloutConfig, TrainConfig  # noqa: E402
-from vime.engine.vllm.client import VllmEngine  # noqa: E402
+from vime.engine.vllm.control import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
 from vime.loop.turns import DeviceTurns  # noqa: E402
 from vime.weight_sync import Route, make_writer  # noqa: E402

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import say, write_checkpoint  # noqa: E402
 from vime.config import Config, LogConfig, RolloutConfig, SyncConfig, TrainConfig  # noqa: E402
-from vime.engine.vllm.client import VllmEngine  # noqa: E402
+from vime.engine.vllm.control import VllmEngine  # noqa: E402
 from vime.engine.vllm.server import EngineServer  # noqa: E402
 from vime.engine.vllm.versions import installed_vllm_version  # noqa: E402
 from vime.platform import get_platform  # noqa: E402

@@ -17,7 +17,7 @@ import pytest
 from tests.agreement.models import train_batch, write_model
 from tests.agreement.scores import Sampled, hf_scores, largest, load_hf, megatron
 from vime.config import AlgoConfig
-from vime.engine.vllm.client import VllmEngine
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.weight_sync import shm
 from vime.weight_sync.plan import WeightSync

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT
-from vime.engine.vllm.client import VllmEngine
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.processes import free_port, stop_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

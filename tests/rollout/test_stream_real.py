@@ -12,7 +12,8 @@ from tests.weight_sync.hf_trainer import HfTrainer
 from vime.config import Config, DataConfig, RewardConfig, RolloutConfig
 from vime.data.buffer import DataBuffer
 from vime.data.prompt_set import Prompt
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.engine.vllm.versions import KNOWN, VllmAdapter, adapter_for
 from vime.protocols import RolloutContext

@@ -17,7 +17,8 @@ import pytest
 from tests.stub_engine.brains import Dice, TinyModel, make_brain
 from tests.stub_engine.settings import MODULE, StubSettings, read_settings
 from tests.weight_sync.hf_trainer import HfTrainer
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.processes import SERVER_VARIABLE
 from vime.engine.vllm.router import RouterProcess
 from vime.engine.vllm.server import EngineServer

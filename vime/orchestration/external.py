@@ -9,7 +9,8 @@ from typing import Any
 import vime
 from vime.config import Config
 from vime.config.dtype import run_dtype
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.errors import ConfigError, EngineError
 from vime.orchestration import sizes
 from vime.orchestration.fleet import Fleet

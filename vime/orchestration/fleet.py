@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import Config
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.observability.engine_stats import EngineStats

@@ -13,7 +13,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from vime.config import FaultConfig
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.errors import EngineDead, EngineError
 from vime.orchestration.keeper import NodeLeft

@@ -26,7 +26,7 @@ class EngineState(Enum):
 class Roster:
     """The state of every engine and of the router. All methods may be called from any thread.
 
-    Satisfies `vime.protocols.Roster` and `vime.engine.vllm.client.Outages`. `restarts` counts what was started again:
+    Satisfies `vime.protocols.Roster` and `vime.engine.vllm.retries.Outages`. `restarts` counts what was started again:
     "engine", "router".
 
     Args:

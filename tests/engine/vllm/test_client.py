@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from vime.engine.vllm import client as client_module
-from vime.engine.vllm import retries, watch
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm import retries
+from vime.engine.vllm.client import RouterClient
 from vime.engine.vllm.versions import KNOWN
 from vime.errors import EngineDead, EngineError
 from vime.protocols import GenerateRequest, SamplingParams
@@ -257,35 +256,3 @@ def test_calling_off_ends_what_waits_in_another_thread_and_the_next_loop_is_free
         silent.close()
         with pytest.raises(EngineError, match="failed 6 times"):
             asyncio.run(wait())
-
-
-def test_an_engine_that_closes_its_port_and_never_answers_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What vLLM's server does when its engine core dies during a request: it waits for the connection to end.
-    monkeypatch.setattr(watch, "_LOOK_S", 0.1)
-    listener = socket.create_server(("127.0.0.1", 0))
-    accepted: list[socket.socket] = []
-
-    def accept_and_close() -> None:
-        accepted.append(listener.accept()[0])
-        listener.close()
-
-    threading.Thread(target=accept_and_close, daemon=True).start()
-    engine = VllmEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", "key", KNOWN[0, 32])
-    # At the request's own time limit it would be an EngineError of other words.
-    with pytest.raises(EngineDead, match="closed its port while a request was open"):
-        engine.pause()
-    accepted[0].close()
-
-
-def test_an_engine_that_takes_its_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LOOK_S", 0.02)
-
-    async def slow(request: web.Request) -> web.Response:
-        await asyncio.sleep(0.2)
-        return web.json_response({"status": "paused"})
-
-    async def body(client: RouterClient) -> None:
-        engine = VllmEngine(client._router_url, "key", KNOWN[0, 32])
-        await asyncio.to_thread(engine.pause)
-
-    run(slow, body)

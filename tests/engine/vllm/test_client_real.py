@@ -11,7 +11,8 @@ import pytest
 
 from tests.weight_sync.hf_trainer import HfTrainer
 from vime.engine.vllm.answers import request_body
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.router import RouterProcess
 from vime.engine.vllm.server import SERVED_MODEL_NAME, EngineServer
 from vime.engine.vllm.short_answers import decode

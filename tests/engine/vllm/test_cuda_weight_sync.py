@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import RUN_KEY, save_tiny_model
 from tests.weight_sync.hf_trainer import HfTrainer, wrong_checksum_of
-from vime.engine.vllm.client import VllmEngine
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
 from vime.platform.cuda import CudaPlatform

@@ -17,7 +17,8 @@ import pytest
 
 from tests.conftest import save_tiny_model
 from vime.engine.vllm.answers import RoutingShape
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.models import family_of
 from vime.protocols import Completion, GenerateRequest, SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.weight_sync.hf_trainer import HfTrainer
-from vime.engine.vllm.client import VllmEngine
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.platform.cpu import CpuPlatform
 from vime.weight_sync import gloo, shm

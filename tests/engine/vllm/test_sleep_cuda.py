@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import RUN_KEY, save_tiny_model
 from tests.weight_sync.hf_trainer import HfTrainer
-from vime.engine.vllm.client import VllmEngine
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.platform import get_platform
 from vime.protocols import ProbeResult

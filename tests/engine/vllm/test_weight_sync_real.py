@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.weight_sync.hf_trainer import HfTrainer, Named, wrong_checksum_of
-from vime.engine.vllm.client import RouterClient, VllmEngine
+from vime.engine.vllm.client import RouterClient
+from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.server import EngineServer
 from vime.errors import WeightSyncError
 from vime.loop.turns import DeviceTurns

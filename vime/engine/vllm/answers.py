@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from vime.models import ModelSettings
 from vime.protocols import Completion, GenerateRequest, SamplingParams
 from vime.types import PolicyVersion, RoutedRows, VersionSpan
 
+GENERATE_PATH = "/inference/v1/generate"
 FINISH_REASONS = frozenset({"stop", "length", "abort"})
 INITIAL_VERSION_LABEL = "default"  # vLLM's name for the weights it was started with
 # RequestOutputKind.FINAL_ONLY: otherwise 0.26 answers a request for several samples with those that ended last.
@@ -240,3 +242,12 @@ def _array(encoded: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.ND
             f"{dtype}: tokens up to the last but one, layers, experts of a token"
         )
     return np.ascontiguousarray(np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C"))
+
+
+def error_message(text: str) -> str:
+    """The message inside an error body of vLLM's, or the body itself, shortened."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:2000]
+    except (ValueError, KeyError, TypeError):
+        return text[:500]
