@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,10 @@ from vime.types import (
     PG_WEIGHTS,
     Group,
     Metrics,
+    RoutedExperts,
     Sample,
     SampleStatus,
+    SamplingSupport,
     TrainBatch,
 )
 
@@ -102,12 +104,10 @@ def make_train_batch(
         extra |= more
         if converted is None:
             extra |= _columns_of_others(samples, mask, algo)
-    routed = None
-    if train.use_rollout_routing_replay:
-        routed = routed_columns(samples, columns["tokens"], lengths)
-        metrics |= routing_metrics(routed, lengths)
-    if (support := support_columns(samples, needed=needs_support and is_policy)) is not None:
-        check_own_tokens(samples, columns["tokens"], lengths, "for which engines told what they could have sampled")
+    routed, support, of_routing = _told_by_engines(
+        samples, columns, replays=train.use_rollout_routing_replay, needs_support=needs_support and is_policy
+    )
+    metrics |= of_routing
     ids = step_ids(steps, len(lengths))
     weights, more = loss_weights(mask, cu_seqlens, trajectory_ids, ids, algo, global_batch_size)
     extra |= more
@@ -135,6 +135,18 @@ def make_train_batch(
     )
     metrics |= _metrics(batch, rewards, advantages, is_policy=is_policy)
     return batch, metrics
+
+
+def _told_by_engines(
+    samples: Sequence[Sample], columns: Mapping[str, npt.NDArray[Any]], *, replays: bool, needs_support: bool
+) -> tuple[RoutedExperts | None, SamplingSupport | None, Metrics]:
+    """The experts of each token, where they are replayed; what could have been sampled in its place; what there is to
+    report. The columns' tokens must then be the samples' own."""
+    tokens, lengths = columns["tokens"], columns["lengths"]
+    routed = routed_columns(samples, tokens, lengths) if replays else None
+    if (support := support_columns(samples, needed=needs_support)) is not None:
+        check_own_tokens(samples, tokens, lengths, "for which engines told what they could have sampled")
+    return routed, support, routing_metrics(routed, lengths) if replays else {}
 
 
 def _columns_of_others(
