@@ -45,6 +45,9 @@ def test_every_flag_that_is_said_to_be_here_is_here() -> None:
     catalogue = Catalogue()
     for name, said in upstream_flags().items():
         if name in vime_flags():
+            assert not {"here", "why", "later"} & set(said), (
+                f"--{name} is here under the same name; no reason is needed"
+            )
             continue
         if said.get("owner"):
             assert name in catalogue.table(said["owner"]), name
