@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,13 @@ def keep_even(config: RolloutContext, samples: list[Any]) -> bool:
     return int(samples[0].label) % 2 == 0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--loop", choices=("sync", "overlapped"), required=True)
     parser.add_argument("--num-rollout", type=int, required=True)
-    given = parser.parse_args()
+    parser.add_argument("--keep-rollouts", action="store_true")
+    given = parser.parse_args(argv)
     save = given.folder / "ckpt"
     config = Config(
         checkpoint=CheckpointConfig(save=str(save), load=str(save)),
@@ -137,7 +139,7 @@ def main() -> None:
         RunFolder(given.folder / "run"),
         RunProgress(given.num_rollout),
         JsonlWriter(given.folder / "run" / "metrics.jsonl"),
-        keep_rollouts=False,
+        keep_rollouts=given.keep_rollouts,
     )
     loop = run_sync if given.loop == "sync" else run_overlapped
     cadence = Cadence(given.num_rollout, save_interval=2, saves=True)

@@ -1,6 +1,9 @@
+import errno
 import json
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -35,13 +38,44 @@ def test_nan_and_infinity_are_null_with_a_warning(tmp_path, caplog):
     assert "step 7" in caplog.text and "train/loss=nan" in caplog.text and "train/pg_loss" not in caplog.text
 
 
-def test_a_line_torn_by_a_crash_does_not_swallow_the_next(tmp_path):
+@pytest.mark.parametrize("torn", ['{"step": 1, "tra', "x" * 200_000])
+@pytest.mark.parametrize("before", ['{"step": 0}\n', ""])
+def test_a_line_torn_by_a_crash_is_removed(tmp_path, torn, before):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1, "tra', "utf-8")
+    path.write_text(before + torn, "utf-8")
     writer = JsonlWriter(path)
     writer.write(1, {})
     writer.close()
-    assert json.loads(path.read_text("utf-8").splitlines()[-1])["step"] == 1
+    assert [row["step"] for row in read(path)] == [0, 1][not before :]
+
+
+FILLS = """
+import json, resource, sys
+from pathlib import Path
+from vime.observability.trace_file import TraceFile
+from vime.observability.writers import JsonlWriter
+
+folder = Path(sys.argv[1])
+writer, trace = JsonlWriter(folder / "m.jsonl"), TraceFile(folder / "t.json", 1 << 30)
+writer.write(0, {"train/loss": 1.0})
+trace.append([{"name": "a"}])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for write in (lambda: writer.write(1, {"train/loss": 1.0}), lambda: trace.append([{"name": "b" * 200}])):
+    try:
+        write()
+    except OSError as error:
+        print(error.errno, flush=True)
+writer.close()
+trace.close()
+"""
+
+
+def test_a_file_that_cannot_grow_keeps_whole_lines_and_events_alone(tmp_path):
+    command = [sys.executable, "-c", FILLS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.split() == [str(errno.EFBIG)] * 2, done.stderr
+    assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [0]
+    assert json.loads((tmp_path / "t.json").read_text()) == [{"name": "a"}]
 
 
 def test_unknown_names_are_refused_and_nothing_is_written(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from vime.errors import EngineDead
+from vime.errors import EngineDead, WeightSyncError
 from vime.orchestration.engines import EngineFleet
 
 
@@ -56,3 +56,28 @@ def test_an_engine_whose_worker_is_gone_counts_as_dead(monkeypatch: pytest.Monke
     fleet = fleet_of(monkeypatch, Worker(failing(GetTimeoutError()), lambda: None))
     with pytest.raises(EngineDead, match=r"engine \[0\] of 1 is gone"):
         fleet.check_alive()
+
+
+class Well:
+    """An engine that says that it is well."""
+
+    def health(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("words", "is_sick"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", True),
+        ("/update_weights answered 500: [Errno 12] Cannot allocate memory", True),
+        ("collective_rpc answered 500: MemoryError()", True),
+        ("the checksum of lm_head.weight differs", False),
+    ],
+)
+def test_an_engine_that_says_that_it_has_no_memory_is_sick(
+    monkeypatch: pytest.MonkeyPatch, words: str, is_sick: bool
+) -> None:
+    fleet: Any = fleet_of(monkeypatch)
+    fleet.engines = [Well()]
+    assert fleet._is_sick(0, WeightSyncError(words)) is is_sick

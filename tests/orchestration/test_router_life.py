@@ -1,11 +1,17 @@
-"""What becomes of the router when it cannot be watched, and of one that starts while the run ends."""
+"""The router when it cannot be watched, when the run ends while it starts, and when an engine's node leaves."""
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+
 from vime.config import FaultConfig
-from vime.orchestration.lives import Front, RouterLife
+from vime.orchestration.keeper import NodeLeft
+from vime.orchestration.lives import EngineLife, Front, RouterLife
 
 
 def test_a_router_that_cannot_be_watched_has_failed() -> None:
@@ -34,3 +40,32 @@ def test_a_router_that_begins_to_start_when_the_run_ends_does_not_stay() -> None
     front = Front(lambda urls: router, router, ["http://engine"])
     front.restart()
     assert calls == ["stop", "start", "stop"]
+
+
+def test_a_restart_on_a_node_that_is_gone_before_ray_knows_it_ends_and_the_router_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No worker is ever placed there, and none of its connections is closed."""
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    there = itertools.chain((True, True), itertools.repeat(False))
+    router: Any = object()
+    front = Front(lambda urls: router, router, [])
+    told: list[str] = []
+    front.on_trouble = told.append
+    call = SimpleNamespace(remote=lambda **how: "never")
+    life = EngineLife(
+        3,
+        workers=[None] * 4,
+        make_worker=lambda: SimpleNamespace(start=call),
+        start_with={},
+        engine=router,
+        front=front,
+        node_is_there=lambda: next(there),
+        give_weights=lambda: None,
+        fault=FaultConfig(),
+        start_timeout_s=1.0,
+    )
+    with pytest.raises(NodeLeft):
+        life.start()
+    (cause,) = told
+    assert "engine 3, whose node has left" in cause

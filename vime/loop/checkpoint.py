@@ -146,6 +146,9 @@ class CheckpointWriting:
             if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
                 what = f"checkpoint of rollout {self.rollout_id}: the disk is full"
                 raise OSError(errno.ENOSPC, what, str(self._folder)) from error
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                what = f"checkpoint of rollout {self.rollout_id}: {error.strerror}"
+                raise OSError(error.errno, what, str(self._folder)) from error
             raise
 
 
@@ -346,8 +349,13 @@ def set_aside(checkpoint: Checkpoint) -> list[Path]:
 def write_metrics(checkpoint: Path, metrics: Mapping[str, float]) -> None:
     """Keep the metrics of the step that a checkpoint was made in, evaluation included, beside it."""
     partial = checkpoint / ".metrics.json.partial"
-    _write_json(partial, dict(metrics))
-    partial.replace(checkpoint / "metrics.json")
+    try:
+        _write_json(partial, dict(metrics))
+        partial.replace(checkpoint / "metrics.json")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(checkpoint / "metrics.json")) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:

@@ -136,11 +136,18 @@ class RunFolder:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name when the block ends well, and is removed otherwise."""
+    """A temporary path beside `path` that takes its name when the block ends well, and is removed otherwise.
+
+    Raises: what the block raises; an OSError names `path`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from vime.observability.chrome_trace import Event, Lanes, count_event, name_event, sort_event
 from vime.observability.trace import Span
+from vime.observability.writers import write_whole
 from vime.types import Group, Sample
 
 _log = logging.getLogger(__name__)
@@ -28,9 +28,8 @@ class TraceFile:
         self._path, self._max_bytes = path, max_bytes
         self._is_full = False
         self._is_empty = True
-        self._file: IO[bytes] = open(path, "wb")
-        self._file.write(b"[" + _END)
-        self._file.flush()
+        self._file = open(path, "wb", buffering=0)
+        write_whole(self._file, 0, b"[", tail=_END)
 
     def append(self, events: Sequence[Event]) -> None:
         """Add events, or none of them when they do not fit. Raises: OSError (a full disk)."""
@@ -42,9 +41,7 @@ class TraceFile:
             self._is_full = True
             _log.warning("%s has reached --trace-max-mib; later steps are not traced", self._path)
             return
-        self._file.seek(place)
-        self._file.write((b"\n" if self._is_empty else b",\n") + text + _END)
-        self._file.flush()
+        write_whole(self._file, place, (b"\n" if self._is_empty else b",\n") + text, tail=_END)
         self._is_empty = False
 
     def close(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from vime.observability.metrics import check_names
 from vime.types import Metrics
@@ -27,17 +29,20 @@ class MetricWriter(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line: step, time (Unix seconds), then the metrics. Appends, so a resumed run goes on."""
+    """One JSON object a line: step, time (Unix seconds), then the metrics. Appends, so a resumed run goes on.
+
+    All lines are whole: one that a crash has cut is removed by the next writer, one that a full disk has cut at once.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(path, "a", encoding="utf-8")
-        if _ends_torn(path):  # a crash cut the last line; the next one must not join it
-            self._file.write("\n")
+        self._file = open(path, "a+b", buffering=0)  # what a full disk has no room for stays in no buffer
+        if (torn := _torn_bytes(self._file)) > 0:
+            self._file.truncate(self._file.seek(0, os.SEEK_END) - torn)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one line and flush it. NaN and infinity, which JSON lacks, become null with a warning.
+        """Append one line. NaN and infinity, which JSON lacks, become null with a warning.
 
         Raises: UnknownMetric; OSError (a full disk).
         """
@@ -47,12 +52,28 @@ class JsonlWriter:
             _log.warning("step %d: not finite, written as null: %s", step, ", ".join(f"{n}={values[n]}" for n in bad))
         row: dict[str, float | None] = {"step": step, "time": self._clock()}
         row |= {name: v if math.isfinite(v) else None for name, v in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        write_whole(self._file, self._file.seek(0, os.SEEK_END), (json.dumps(row, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def write_whole(file: FileIO, place: int, data: bytes, *, tail: bytes = b"") -> None:
+    """Write at a place of an unbuffered file, with `tail` behind it; what was there is replaced.
+
+    Raises: OSError (a full disk), with nothing but the tail written.
+    """
+    file.seek(place)
+    rest = memoryview(data + tail)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        file.truncate(place)
+        file.seek(place)
+        file.write(tail)
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 class TensorBoardWriter:
@@ -92,9 +113,15 @@ class MultiWriter:
             writer.close()
 
 
-def _ends_torn(path: Path) -> bool:
-    with open(path, "rb") as file:
-        if not file.seek(0, 2):
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+def _torn_bytes(file: FileIO) -> int:
+    """Length of a last line that has no end."""
+    end = file.seek(0, os.SEEK_END)
+    length = 0
+    while length < end:
+        step = min(1 << 16, end - length)
+        file.seek(end - length - step)
+        found = file.read(step).rfind(b"\n")
+        if found >= 0:
+            return length + step - 1 - found
+        length += step
+    return length

@@ -29,7 +29,7 @@ from vime.platform.base import Platform
 
 _log = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = "out of memory"  # as torch and CUDA's driver write it
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "memoryerror")  # as CUDA's driver, torch, Linux and Python say it
 _ANSWER_S = 60.0  # of an engine's worker, which only looks at or ends a process
 
 
@@ -134,7 +134,8 @@ class EngineFleet(Fleet):
 
     def _is_sick(self, number: int, error: BaseException) -> bool:
         """It is dead, has run out of memory, or says that it is not well; other errors are not of its making."""
-        is_said = isinstance(error, EngineDead) or _OUT_OF_MEMORY in str(error).lower()
+        said = str(error).lower()
+        is_said = isinstance(error, EngineDead) or any(words in said for words in _OUT_OF_MEMORY)
         return is_said or not self.engines[number].health()
 
     def dead_engines(self) -> str | None:

@@ -62,10 +62,16 @@ class Fleet(ABC):
         """Which engines are gone and where they say why; None while all are there."""
 
     def stats(self) -> list[EngineStats] | None:
-        """What each engine has done so far; None, with a warning, if one does not say: metrics end no run."""
+        """What each engine has done so far, nothing for one that was given up; None, with a warning, if another does
+        not say: metrics end no run."""
+        lost = self.roster.given_up() if self.roster is not None else []
+
+        def read(number: int) -> EngineStats:
+            return EngineStats() if number in lost else self.engines[number].stats()
+
         try:
             with ThreadPoolExecutor(max(1, len(self.engines))) as pool:
-                return list(pool.map(VllmEngine.stats, self.engines))
+                return list(pool.map(read, range(len(self.engines))))
         except EngineError as error:
             _log.warning("no figures of the engines for this rollout: %s", error)
             return None

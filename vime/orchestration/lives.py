@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _SLICE_S = 1.0  # of `failure`
 _GRACE_S = 3.0  # of an engine that failed, from the terminating signal to the killing one
 _END_S = 60.0  # for its worker to say that it has ended it
+_NODE_LOOK_S = 5.0  # between two looks at whether its node is still part of the cluster
 _ROUTER_MUTE_S = 30.0  # a router answers in milliseconds
 _ROUTER_READY_S = 120.0
 
@@ -47,7 +48,7 @@ class Front:
         self._serves, self._is_closed = True, False
         self.client: RouterClient | None = None
         self.on_trouble: Callable[[str], None] = _log.warning
-        """Told when the router, which is alive, does not take an engine."""
+        """Told when the router, which is alive, does not take an engine, or waits for one that nobody can end."""
 
     @property
     def router(self) -> RouterProcess:
@@ -198,22 +199,34 @@ class EngineLife:
 
     def start(self) -> None:
         """See `Life`."""
-        name = f"engine {self._number}"
-        if not self._node_is_there():
-            raise NodeLeft("its node has left the cluster")
-        worker = self._workers[self._number]
-        if worker is None:
-            worker = self._workers[self._number] = self._make_worker()
         try:
-            wait_all({worker.start.remote(**self._start_with): name}, died=EngineDead)
-            (url,) = wait_all({worker.wait_ready.remote(self._start_timeout_s): name}, died=EngineDead)
-        except EngineDead as error:
-            if not self._node_is_there():
-                raise NodeLeft("its node has left the cluster") from error
+            self._check_node()
+            worker = self._workers[self._number]
+            if worker is None:
+                worker = self._workers[self._number] = self._make_worker()
+            try:
+                self._answer(worker.start.remote(**self._start_with))
+                url = self._answer(worker.wait_ready.remote(self._start_timeout_s))
+            except EngineDead:
+                self._check_node()
+                raise
+        except NodeLeft:
+            # No process was ended there that would have closed its connections: a router waits on them for hours.
+            self._front.on_trouble(f"it may wait for answers of engine {self._number}, whose node has left the cluster")
             raise
         self._engine.move_to(url)
         self._question = None  # of the server before
         self._next_question = self._question_after_start()
+
+    def _answer(self, call: Any) -> Any:
+        """What its worker says. On a node that is gone before Ray knows it, none is ever started."""
+        while not ray.wait([call], timeout=_NODE_LOOK_S)[0]:
+            self._check_node()
+        return wait_all({call: f"engine {self._number}"}, died=EngineDead)[0]
+
+    def _check_node(self) -> None:
+        if not self._node_is_there():
+            raise NodeLeft("its node has left the cluster")
 
     def failure(self) -> str | None:
         """See `Life`."""

@@ -62,6 +62,11 @@ class Roster:
         with self._changed:
             return self._those(EngineState.SERVING)
 
+    def given_up(self) -> list[int]:
+        """The engines that the run goes on without."""
+        with self._changed:
+            return self._those(EngineState.GIVEN_UP)
+
     def lost(self, number: int, error: BaseException) -> bool:
         """An engine failed in a call. Returns: whether it is started again, so that the others are to go on; it has
         been ended then, and holds nothing of what it shared with them."""
