@@ -2,10 +2,11 @@
 
     python -m benchmarks.algorithms [--quick] [--only grpo gspo] [--seeds 0 1 2] [--resume] [--out runs/algorithms]
 
-Trains each estimator, and some variants, with the same budget by `train.py`: two runs at a time, each on cores of its
-own, with an engine that outlives the runs. A control with rewards that mean nothing must not learn. Writes
-results.json after each run, table.md and curves.png under --out, and exits with 0 only if every row is there and
-learned. --quick trains each estimator briefly with one seed, in less than ten minutes altogether on two free cores.
+Trains each estimator, and some variants, with the same budget by `train.py`, and grpo by `train_async.py` as well: two
+runs at a time, each on cores of its own, with an engine that outlives the runs. A control with rewards that mean
+nothing must not learn. Writes results.json after each run, table.md and curves.png under --out, and exits with 0 only
+if every row is there and learned, asynchronous ones as well as synchronous ones. --quick trains each estimator briefly
+with one seed, in less than ten minutes altogether on two free cores.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main() -> int:
     print(text, flush=True)
     gain = settings.MIN_GAIN[options.quick]
     problems = report.failures(names, runs, len(seeds), gain, critics=not options.quick)
+    problems += report.behind(runs, settings.AHEAD, settings.IN_TURNS)
     for problem in problems:
         say(problem)
     say(f"table, results and plot are in {out}" + ("" if problems else "; every row learned"))
@@ -134,6 +136,7 @@ def trained(
         *engine,
         *flags,
         log=log,
+        program="train_async.py" if name in settings.AHEAD else "train.py",
     )
     if code:
         say(f"{name}, seed {seed}: ended with exit code {code}; see {log}")

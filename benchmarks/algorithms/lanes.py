@@ -72,11 +72,11 @@ class Lanes:
         if self._errors:
             raise self._errors[0]
 
-    def train(self, *flags: str, log: Path) -> int:
-        """`train.py` on the caller's cores; its exit code. What it says goes to a file."""
+    def train(self, *flags: str, log: Path, program: str = "train.py") -> int:
+        """A program on the caller's cores; its exit code. What it says goes to a file."""
         with log.open("wb") as words:
             process = self._start(
-                [sys.executable, "train.py", "--platform", "cpu", *flags], stdout=words, stderr=subprocess.STDOUT
+                [sys.executable, program, "--platform", "cpu", *flags], stdout=words, stderr=subprocess.STDOUT
             )
             return self._wait(process)
 

@@ -149,6 +149,26 @@ def failures(
     return found
 
 
+def behind(runs: Sequence[Run], names: Sequence[str], reference: str) -> list[str]:
+    """Rows whose mean accuracy at the end lies below the reference's by more than its runs are apart, in sentences.
+
+    Says nothing where the reference has fewer than two runs.
+    """
+    told = [run.after for run in runs if run.row == reference]
+    if len(told) < 2:
+        return []
+    mean, spread = statistics.fmean(told), max(told) - min(told)
+    found = []
+    for name in names:
+        of_row = [run.after for run in runs if run.row == name]
+        if of_row and statistics.fmean(of_row) < mean - spread:
+            found.append(
+                f"{name}: accuracy {statistics.fmean(of_row):.3f} after training, and {reference} has {mean:.3f}, "
+                f"whose runs are {spread:.3f} apart"
+            )
+    return found
+
+
 def explains(run: Run) -> bool:
     """Whether the critic knew more than a constant in the last quarter of the run, on average."""
     last = run.explained_variance[-max(len(run.explained_variance) // 4, 1) :]

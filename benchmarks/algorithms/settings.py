@@ -27,7 +27,12 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "rloo, REINFORCE": ("--advantage-estimator", "rloo", "--pg-loss-type", "reinforce", "--num-steps-per-rollout", "1"),
     "grpo, KL in the loss": ("--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", "1e-3"),
     "reinforce_plus_plus, KL in the reward": ("--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "1e-3"),
+    "grpo, one step ahead": ("--advantage-estimator", "grpo"),
+    "grpo, fully asynchronous": ("--advantage-estimator", "grpo", "--fully-async"),
 }
+AHEAD = ("grpo, one step ahead", "grpo, fully asynchronous")
+"""Rows of train_async.py. They must learn as IN_TURNS does."""
+IN_TURNS = "grpo"
 NOT_READ: Mapping[str, Sequence[str]] = {"rloo, REINFORCE": ("eps-clip", "eps-clip-high")}
 """Settings of the quickstart's recipe that a row must leave out, because nothing would read them."""
 LONGEST = ("ppo",)

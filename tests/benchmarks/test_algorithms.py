@@ -75,6 +75,17 @@ def test_the_verdict_names_what_is_missing_and_what_did_not_learn(tmp_path: Path
     assert "nan" in found
 
 
+def test_asynchronous_rows_must_learn_as_well_as_the_synchronous_one(tmp_path: Path) -> None:
+    def runs(row: str, *after: float) -> list[report.Run]:
+        return [write_run(tmp_path, 0.3, accuracy, row=row) for accuracy in after]
+
+    told = runs("grpo", 0.7, 0.8)
+    assert report.behind([*told, *runs("ahead", 0.6, 0.71)], ["ahead", "absent"], "grpo") == []
+    (found,) = report.behind([*told, *runs("ahead", 0.6, 0.69)], ["ahead"], "grpo")
+    assert found.startswith("ahead: accuracy 0.645 after training, and grpo has 0.750")
+    assert report.behind([told[0], *runs("ahead", 0.1)], ["ahead"], "grpo") == []
+
+
 def test_a_control_must_not_learn(tmp_path: Path) -> None:
     flat, risen = (write_run(tmp_path, 0.3, after, row=CONTROL) for after in (0.31, 0.9))
     assert report.failures([CONTROL], [flat], 1, 0.25) == []
