@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -125,6 +126,32 @@ def test_groups_are_begun_while_both_bounds_leave_room(tokenizer: Any, pool: Gra
         assert run.under_way == [4, 5]
         assert ids(run.take()) == [2, 3]
         assert run.engines.max_running == 3
+
+
+def test_no_more_rollouts_lie_finished_than_a_slower_trainer_needs(tokenizer: Any, pool: GraderPool) -> None:
+    with running(tokenizer, pool, max_staleness=3, max_generating=8) as run:
+
+        def trained_slowly() -> tuple[int, float]:
+            """The age of a rollout's oldest token, and the bound then."""
+            result = run.take()
+            age = max(
+                run.version - span[0] for group in result.groups for of_sample in spans(group) for span in of_sample
+            )
+            run.engines.step(2)
+            run.sync()
+            return age, result.metrics["stream/versions_ahead"]
+
+        assert len(run.under_way) == 8
+        run.engines.step(2)
+        assert [trained_slowly() for _ in range(6)] == [(0, 2), (1, 1), (2, 1), (3, 1), (1, 1), (1, 1)]
+        run.take()
+        assert len(run.under_way) == 2
+        taking, end = run.taking(), time.monotonic() + WAIT_S
+        while len(run.under_way) < 4:  # a trainer that waits has more of them begun
+            assert time.monotonic() < end, run.under_way
+            run.engines.settle()
+        run.engines.step(2)
+        assert taking.result(WAIT_S).metrics["stream/versions_ahead"] == 2
 
 
 def test_the_trainer_waits_for_a_whole_rollout(tokenizer: Any, pool: GraderPool) -> None:
@@ -346,12 +373,11 @@ def test_what_ended_the_run_is_not_hidden_by_an_end_that_fails(
     async def fails() -> None:
         raise EngineError("the connections do not close")
 
-    run = Run(tokenizer, pool)
-    monkeypatch.setattr(run.engines, "aclose", fails)
-    with pytest.raises(ZeroDivisionError) as ended, run.stream:
+    monkeypatch.setattr(SteppedEngines, "aclose", lambda self: fails())
+    with pytest.raises(ZeroDivisionError) as ended, Run(tokenizer, pool).stream:
         raise ZeroDivisionError
     assert "the connections do not close" in ended.value.__notes__[0]
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout-stream"]
-    with pytest.raises(EngineError, match="do not close"), Run(tokenizer, pool, run.engines).stream:
+    with pytest.raises(EngineError, match="do not close"), Run(tokenizer, pool).stream:
         pass
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout-stream"]

@@ -74,6 +74,7 @@ multi_turn/wo_obs_response_length/<statistic> | tokens | the policy's own tokens
 passrate/pass@<k> | ratio | probability that one of k trajectories of a prompt trained on has reward 1; where all rewards are 0 or 1. A dynamic filter has chosen the prompts before
 staleness/{mean,max} | versions | policy version the trainer holds minus that of a sample's oldest trainable token, over samples trained on
 stream/{generating,scoring,finished}_groups/{mean,max} | groups | --fully-async: groups that are being generated (or wait for a place), are being scored, and are finished and wait for the trainer: mean over the time from one rollout's being taken to the next, and the most at a time
+stream/versions_ahead | versions | how far behind the trainer that gets it a group begun now may be: --max-staleness, less while whole rollouts would lie finished
 stream/dropped_stale_groups | groups | finished groups that were older than --max-staleness when the trainer could have had them: left out, and their prompts generated anew
 stream/masked_stale_tokens | tokens | tokens of older versions of the groups trained on, from which the gradient was taken (--stale-groups mask, --mask-offpolicy-in-partial-rollout)
 stream/continued_samples | samples | samples that were under way when the engines got new weights, and went on with these; one counts for each sync that it lived through

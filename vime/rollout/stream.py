@@ -5,7 +5,8 @@
        └── too old, aborted
 
 A new group is begun when both bounds leave room for it, which changes when a group has been generated, finished or
-taken, or the engines got new weights: nobody looks at a clock. The work is done in an event loop of its own thread.
+taken, the trainer waits, or the engines got new weights: nobody looks at a clock. The bound on age is tighter than
+--max-staleness while whole rollouts would lie finished (pace.py). The work is done in an event loop of its own thread.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vime.rollout.gate import Gate, Pulse
 from vime.rollout.generate import group_seed, rollout_sampling
 from vime.rollout.kept import Kept
 from vime.rollout.loop_thread import LoopThread
+from vime.rollout.pace import Pace
 from vime.rollout.runner import GroupRunner, Outcome
 from vime.rollout.stage import Begin, RolloutStage
 from vime.rollout.stale import StaleGroups
@@ -97,6 +99,7 @@ class RolloutStream:
         self._gate, self._changed = Gate(), Pulse()
         self._gauges = StreamGauges()
         self._finished: deque[_Finished] = deque()
+        self._pace = Pace(limits.max_staleness)
         self._kept = Kept(self._context, limits.batch, source)
         self._runner: GroupRunner | None = None
         self._work: asyncio.Task[None] | None = None
@@ -227,7 +230,7 @@ class RolloutStream:
         order. The trainer's version rises by one in each, and this group's is the engines' now.
         """
         out = runner.num_outstanding + len(self._finished)
-        ahead = self._limits.max_staleness + 1 - (self._next_version - self._version)
+        ahead = self._pace.ahead + 1 - (self._next_version - self._version)
         allowed = min(ahead * self._limits.batch, self._needed)
         return min(allowed - out, self._limits.max_generating - runner.num_generating)
 
@@ -258,17 +261,24 @@ class RolloutStream:
     async def _take(self, rollout_id: int) -> tuple[list[Group], Kept, Metrics]:
         batch, runner = self._limits.batch, self._runner
         assert runner is not None
+        waited = False
         while True:
-            await self._changed.until(lambda: self._failure is not None or len(self._finished) >= batch)
+            self._leave_out_the_old()
             if self._failure is not None:
                 raise self._failure
-            self._leave_out_the_old()
             if len(self._finished) >= batch:
                 break
+            if not waited:
+                waited = True
+                self._pace.waits(self._next_version - self._version)
+                self._note()
+            await self._changed.until(lambda: self._failure is not None or len(self._finished) >= batch)
         chosen = sorted(self._finished, key=lambda finished: finished.oldest)[:batch]  # equals as they finished
         for finished in chosen:
             self._finished.remove(finished)
             add_span(finished.group.samples, "queued", finished.since_s)
+        if not waited:
+            self._pace.leaves(len(self._finished) // batch)
         groups = [finished.group for finished in chosen]
         self._stale.mask(groups, self._next_version)
         self._needed -= batch
@@ -277,6 +287,7 @@ class RolloutStream:
         kept, self._kept = self._kept, Kept(self._context, batch, self._source)
         metrics = self._gauges.metrics() | self._stale.take_metrics()
         metrics["stream/continued_samples"] = float(self._engines.take_num_continued())
+        metrics["stream/versions_ahead"] = float(self._pace.ahead)
         self._note()
         return groups, kept, metrics
 
