@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import CheckpointWriting
+from vime.loop.checkpoint_writing import CheckpointWriting
 from vime.protocols import DataSource, Trainer
 
 

@@ -14,15 +14,14 @@ from vime.data.prompt_set import Prompt
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import (
-    CheckpointWriting,
     find_checkpoints,
     load_checkpoint,
     load_weights,
     open_checkpoint,
     set_aside,
     weights_of,
-    write_weights_file,
 )
+from vime.loop.checkpoint_writing import CheckpointWriting, write_weights_file
 from vime.loop.replay import NoPrompts
 
 SETTINGS = {"fixed": {"--optimizer": "adam"}}
@@ -290,7 +289,7 @@ import resource, sys
 from pathlib import Path
 from tests.loop.test_checkpoint import FakeSource, SETTINGS
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import CheckpointWriting
+from vime.loop.checkpoint_writing import CheckpointWriting
 
 class Trainer:
     def save(self, path):

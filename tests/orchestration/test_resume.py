@@ -10,7 +10,7 @@ import pytest
 
 from vime.config import AlgoConfig, CheckpointConfig, Config, DebugConfig, RolloutConfig, TrainConfig
 from vime.errors import ConfigError
-from vime.loop.checkpoint import write_weights_file
+from vime.loop.checkpoint_writing import write_weights_file
 from vime.loop.compatibility import settings_to_keep, weights_to_keep
 from vime.orchestration.resume import check_settings, checkpoint_to_load, first_rollout, load, replayed_rollouts
 

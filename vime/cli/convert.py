@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import ConfigError
-from vime.loop.checkpoint import WEIGHTS_FILE, weights_of, write_weights_file
+from vime.loop.checkpoint import WEIGHTS_FILE, weights_of
+from vime.loop.checkpoint_writing import write_weights_file
 from vime.loop.compatibility import other_models, weights_to_keep
 
 _KINDS = {True: "weights for --load with --finetune", False: "an HF checkpoint"}

@@ -4,37 +4,30 @@ A checkpoint is a folder `rollout_000041/` holding `trainer/` (the trainer's own
 counters, the settings it depends on, sizes and checksums of the files) and, once its step has ended, `metrics.json`
 (that step's metrics). It is written under a temporary name and renamed when complete, so one with the final name is
 whole; what damages it later is found by the sizes and checksums. `vime convert` makes folders of weights alone, with
-`weights.json` instead.
+`weights.json` instead. Here checkpoints are found, checked and loaded; checkpoint_writing.py writes them.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import re
-import shutil
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vime.errors import ConfigError, DataError, TrainingError, VimeError
+from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.file_sums import damage_of, sums_of
+from vime.loop.file_sums import damage_of
 from vime.protocols import DataSource, Trainer
 
 _NAME = re.compile(r"rollout_(\d{6,})")
-_FORMAT = 2
+FORMAT = 2
+"""Of state.json and weights.json; a reader of another one refuses it."""
 WEIGHTS_FILE = "weights.json"
 """Marks a folder of weights alone, and says of which model."""
-_FULL_BYTES = 16 << 20  # less space than this is none
-_SOON_BYTES = 16 << 20  # are read in hundredths of a second: no thread is needed
 _REMEDY = "move it away to go on from the one before it, or name another by --ckpt-step"
 
 
@@ -53,103 +46,6 @@ class Checkpoint:
     """Converted: no run has written it, and there is nothing to go on from but weights."""
     skipped: Sequence[tuple[Path, str]] = ()
     """Newer ones that are damaged, and what is wrong with each."""
-
-
-class CheckpointWriting:
-    """A checkpoint of a trained rollout while it is being written: built when it is begun, `complete` when it is there.
-
-    Args:
-        folder: holds all checkpoints of the run.
-        rollout_id: the last rollout that was trained on. The stop rule is kept as it is now.
-        data: the data source's state, with the groups that are under way.
-        settings: what to compare with on resume.
-        in_background: training may go on before it is complete.
-        checksums: of its files are kept, too: they are read once more.
-    Raises: OSError when the disk is full; no partial checkpoint stays.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        rollout_id: int,
-        trainer: Trainer,
-        data: Mapping[str, Any],
-        stop: StopRule,
-        settings: Mapping[str, Any],
-        *,
-        in_background: bool,
-        checksums: bool = True,
-    ) -> None:
-        self.rollout_id = rollout_id
-        self._in_background, self._checksums = in_background, checksums
-        self._sums: Future[dict[str, Any]] | None = None
-        self._folder, self._trainer = folder, trainer
-        self._final = folder / f"rollout_{rollout_id:06d}"
-        # A name of its own: ranks of a killed run may still be writing for a moment.
-        self._partial = folder / f".partial_{self._final.name}_{uuid.uuid4().hex[:8]}"
-        self._is_written = not in_background
-        self._state = {
-            "format": _FORMAT,
-            "rollout_id": rollout_id,
-            "data_source": data,
-            "stop": stop.state(),
-            "settings": settings,
-        }
-        self._partial.mkdir(parents=True)
-        with self._removed_on_error():
-            if in_background:
-                trainer.begin_save(self._partial / "trainer")
-            else:
-                trainer.save(self._partial / "trainer")
-
-    def complete(self, *, wait: bool) -> Path | None:
-        """Give it its name, once the trainer's part is whole: its final path, or None if that is not yet so.
-
-        Args: wait: until it is.
-        Raises: OSError when the disk is full; TrainingError if the ranks cannot write. No partial checkpoint stays.
-        """
-        with self._removed_on_error():
-            if not self._is_written and not self._trainer.end_save(wait):
-                return None
-            self._is_written = True
-            if (files := self._files(wait=wait)) is None:
-                return None
-            _write_json(self._partial / "state.json", _sealed(self._state | {"files": files}))
-            if self._final.exists():  # the same rollout, trained again after a resume from an earlier one
-                old = self._folder / f".replaced_{self._final.name}"
-                shutil.rmtree(old, ignore_errors=True)
-                self._final.rename(old)
-                self._partial.rename(self._final)
-                shutil.rmtree(old)
-            else:
-                self._partial.rename(self._final)
-            _flush_folder(self._folder)
-        return self._final
-
-    def _files(self, *, wait: bool) -> dict[str, Any] | None:
-        """The files that were written, by size and checksum; None if they are still read."""
-        if not self._in_background or sum(p.stat().st_size for p in self._partial.rglob("*")) < _SOON_BYTES:
-            return sums_of(self._partial, checksums=self._checksums)
-        if self._sums is None:
-            reader = ThreadPoolExecutor(1, "checksums")
-            self._sums = reader.submit(sums_of, self._partial, checksums=self._checksums)
-            reader.shutdown(wait=False)
-        return self._sums.result() if wait or self._sums.done() else None
-
-    @contextmanager
-    def _removed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            free = shutil.disk_usage(self._folder).free
-            shutil.rmtree(self._partial, ignore_errors=True)
-            if isinstance(error, VimeError) and free < _FULL_BYTES:  # the writers' own words are of positions and ranks
-                what = f"checkpoint of rollout {self.rollout_id}: the disk is full"
-                raise OSError(errno.ENOSPC, what, str(self._folder)) from error
-            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                what = f"checkpoint of rollout {self.rollout_id}: {error.strerror}"
-                raise OSError(error.errno, what, str(self._folder)) from error
-            raise
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -201,11 +97,11 @@ def _read(path: Path, flag: str) -> Checkpoint | str:
         state: Any = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return f"state.json cannot be read ({error})"
-    if isinstance(state, dict) and "format" in state and state["format"] != _FORMAT:
-        raise ConfigError(f"{flag}{path}: checkpoint format {state['format']!r}, this vime reads {_FORMAT}")
+    if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
+        raise ConfigError(f"{flag}{path}: checkpoint format {state['format']!r}, this vime reads {FORMAT}")
     if damage := _damage(state):
         return f"in state.json {damage}"
-    if state.get("seal", seal := _seal(state)) != seal:
+    if state.get("seal", seal := seal_of(state)) != seal:
         return "state.json is not what was written: its seal is broken"
     if state["rollout_id"] != rollout_of(path):
         raise ConfigError(
@@ -234,12 +130,6 @@ def _hint(folder: Path) -> str:
             "; Megatron-LM's own training loop has written it, which is not read: export it to an HF checkpoint there"
         )
     return ""
-
-
-def write_weights_file(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Mark a folder with the weights in `trainer/`. Args: settings: as vime.loop.compatibility.weights_to_keep."""
-    files = sums_of(folder, checksums=True)
-    _write_json(folder / WEIGHTS_FILE, {"format": _FORMAT, "settings": settings, "files": files})
 
 
 def _open_weights(folder: Path, rollout_id: int | None, flag: str) -> Checkpoint:
@@ -275,12 +165,8 @@ def weights_of(folder: Path, rollout_id: int | None) -> tuple[Path, Mapping[str,
     return checkpoint.path / "trainer", checkpoint.settings
 
 
-def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with a checksum of itself."""
-    return {**state, "seal": _seal(state)}
-
-
-def _seal(state: Mapping[str, Any]) -> int:
+def seal_of(state: Mapping[str, Any]) -> int:
+    """The checksum of a state.json, of all but its seal."""
     rest = {key: value for key, value in state.items() if key != "seal"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -346,18 +232,6 @@ def set_aside(checkpoint: Checkpoint) -> list[Path]:
     return moved
 
 
-def write_metrics(checkpoint: Path, metrics: Mapping[str, float]) -> None:
-    """Keep the metrics of the step that a checkpoint was made in, evaluation included, beside it."""
-    partial = checkpoint / ".metrics.json.partial"
-    try:
-        _write_json(partial, dict(metrics))
-        partial.replace(checkpoint / "metrics.json")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(checkpoint / "metrics.json")) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def read_metrics(checkpoint: Path) -> dict[str, float]:
     """What `write_metrics` wrote; empty where the run ended before its step did. Raises: TrainingError if damaged."""
     path = checkpoint / "metrics.json"
@@ -370,19 +244,3 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
     if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
         raise TrainingError(f"{path} is damaged; remove it, and its checkpoint counts as one without metrics")
     return metrics
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename survives a power failure once its folder is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,8 @@ from vime.config.validate_checkpoint import parse_best
 from vime.data.journaled import JournaledSource
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import CheckpointWriting, find_checkpoints, read_metrics, rollout_of, write_metrics
+from vime.loop.checkpoint import find_checkpoints, read_metrics, rollout_of
+from vime.loop.checkpoint_writing import CheckpointWriting, write_metrics
 from vime.loop.source_state import state_of
 from vime.loop.staleness import version_after
 from vime.protocols import DataSource, Trainer

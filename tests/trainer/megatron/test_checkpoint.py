@@ -13,7 +13,8 @@ from tests.checkpoints import save_checkpoint
 from vime.config import CheckpointConfig, TrainConfig
 from vime.errors import ConfigError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import CheckpointWriting, load_checkpoint, open_checkpoint
+from vime.loop.checkpoint import load_checkpoint, open_checkpoint
+from vime.loop.checkpoint_writing import CheckpointWriting
 from vime.trainer.megatron.shard_file import ShardFile
 
 LENGTHS = [9, 4, 17, 6]
