@@ -10,8 +10,9 @@ import pytest
 import ray
 
 from vime.config import FaultConfig
+from vime.orchestration.front import Front
 from vime.orchestration.keeper import NodeLeft
-from vime.orchestration.lives import EngineLife, Front, RouterLife
+from vime.orchestration.lives import EngineLife, RouterLife
 
 
 def test_a_router_that_cannot_be_watched_has_failed() -> None:

@@ -18,8 +18,9 @@ from vime.errors import EngineDead
 from vime.orchestration.cluster import Reservation
 from vime.orchestration.engine_settings import engine_arguments, engine_environment
 from vime.orchestration.fleet import Fleet
+from vime.orchestration.front import Front
 from vime.orchestration.keeper import Keeper, keep_engine_state
-from vime.orchestration.lives import EngineLife, Front, alive_nodes
+from vime.orchestration.lives import EngineLife, alive_nodes
 from vime.orchestration.placement import Placement
 from vime.orchestration.rank_group import wait_all
 from vime.orchestration.restarts import RestartBudget, RestartPolicy

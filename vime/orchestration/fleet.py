@@ -19,8 +19,9 @@ from vime.observability.engine_stats import EngineStats
 from vime.observability.trace import Span
 from vime.orchestration import sizes
 from vime.orchestration.engine_settings import routing_shape, support_limit
+from vime.orchestration.front import Front
 from vime.orchestration.keeper import Keeper, keep_router_state
-from vime.orchestration.lives import Front, RouterLife
+from vime.orchestration.lives import RouterLife
 from vime.orchestration.restarts import RestartBudget, RestartPolicy
 from vime.orchestration.roster import Roster
 

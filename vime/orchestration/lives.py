@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,103 +12,18 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from vime.config import FaultConfig
-from vime.engine.vllm.client import RouterClient
 from vime.engine.vllm.control import VllmEngine
 from vime.engine.vllm.router import RouterProcess
-from vime.errors import EngineDead, EngineError
+from vime.errors import EngineDead
+from vime.orchestration.front import Front
 from vime.orchestration.keeper import NodeLeft
 from vime.orchestration.rank_group import wait_all
-
-_log = logging.getLogger(__name__)
 
 _SLICE_S = 1.0  # of `failure`
 _GRACE_S = 3.0  # of an engine that failed, from the terminating signal to the killing one
 _END_S = 60.0  # for its worker to say that it has ended it
 _NODE_LOOK_S = 5.0  # between two looks at whether its node is still part of the cluster
 _ROUTER_MUTE_S = 30.0  # a router answers in milliseconds
-_ROUTER_READY_S = 120.0
-
-
-class Front:
-    """The router and those who use it: the engines behind it, and the client that is told where it is.
-
-    Args:
-        make: a router for these engines, not started yet.
-        router: the one that serves now.
-        urls: of the engines behind it.
-    """
-
-    def __init__(
-        self, make: Callable[[Sequence[str]], RouterProcess], router: RouterProcess, urls: Sequence[str]
-    ) -> None:
-        self._make, self._router = make, router
-        self._changed = threading.Condition()
-        self._urls = set(urls)
-        self._serves, self._is_closed = True, False
-        self.client: RouterClient | None = None
-        self.on_trouble: Callable[[str], None] = _log.warning
-        """Told when the router, which is alive, does not take an engine, or waits for one that nobody can end."""
-
-    @property
-    def router(self) -> RouterProcess:
-        """The one that serves, or served last."""
-        return self._router
-
-    def add(self, url: str) -> None:
-        """An engine serves."""
-        self._change(self._urls.add, url)
-
-    def remove(self, url: str) -> None:
-        """An engine does not, or not for long."""
-        self._change(self._urls.discard, url)
-
-    def restart(self) -> None:
-        """A new router in front of the engines there are; waits for one. Raises: EngineError."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._urls or self._is_closed)
-            if self._is_closed:
-                return
-            router = self._router = self._make(sorted(self._urls))
-        router.start()
-        with self._changed:
-            is_closed = self._is_closed
-        if is_closed:
-            router.stop()  # `close` came before there was a process to end
-            return
-        router.wait_ready(_ROUTER_READY_S)
-        with self._changed:
-            router.set_engines(self._urls)  # what has come and gone meanwhile
-            self._serves = True
-            self._tell()
-
-    def end(self) -> None:
-        """End the router, which failed; until `restart` the engines that come and go are only noted."""
-        with self._changed:
-            self._serves = False
-        self._router.stop(grace_s=1.0)
-
-    def close(self) -> None:
-        """End the router, and whoever waits for one."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._router.stop()
-
-    def _change(self, change: Callable[[str], None], url: str) -> None:
-        with self._changed:
-            change(url)
-            self._changed.notify_all()
-            if not self._serves:
-                return  # the next one begins with the engines there are then
-            self._tell()
-            try:
-                self._router.set_engines(self._urls)
-            except EngineError as error:
-                self.on_trouble(str(error))
-
-    def _tell(self) -> None:
-        if self.client is not None:
-            self.client.set_addresses(self._router.url, sorted(self._urls))
 
 
 class RouterLife:
