@@ -116,6 +116,7 @@ def play(plan: Plan, folder: Path, run_dir: Path) -> Result:
         driver_was_hit = _live_through(attempt, pending, rng, result)
         code = attempt.process.wait()
         noting.join()
+        attempt.processes.go_on()
         if left := attempt.processes.left(_LEFT_S, but=_RAYS_OWN):
             result.faults.append(f"start {result.num_starts} left processes behind: {'; '.join(left)}")
             attempt.processes.end()

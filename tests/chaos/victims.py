@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import time
 
 import psutil
@@ -62,6 +63,13 @@ class RunProcesses:
                 return alive
             time.sleep(0.2)
         return []
+
+    def go_on(self) -> None:
+        """Those that are stopped cannot see that their run has ended, nor end, before they run again."""
+        for process, _ in self.seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         """Kill what still lives."""

@@ -1,6 +1,7 @@
 """Which checkpoints stay, and HF exports that are whole or not there."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from vime.config.validate_checkpoint import parse_best
 from vime.errors import ConfigError, DataError, TrainingError
 from vime.loop.cadence import StopRule
-from vime.loop.checkpoint import find_checkpoints, read_metrics
+from vime.loop.checkpoint import find_checkpoints, open_checkpoint, read_metrics
 from vime.loop.keeper import CheckpointKeeper, best_checkpoint, export_hf, prune, remove_leftovers
 
 
@@ -99,6 +100,14 @@ def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path: Path) -> No
     with pytest.raises(OSError, match="No space left"):
         keep.save(2)
     assert names(tmp_path) == [1]
+
+
+def test_a_checkpoint_knows_the_metrics_of_its_step_before_the_step_has_ended(tmp_path: Path) -> None:
+    keep, metrics = keeper(tmp_path), {"train/loss": 0.5, "train/grad_norm": float("nan")}
+    keep.save(3, metrics)
+    metrics["eval/heldout"] = 1.0
+    kept = open_checkpoint(tmp_path).metrics
+    assert kept["train/loss"] == 0.5 and math.isnan(kept["train/grad_norm"]) and len(kept) == 2
 
 
 def test_a_step_that_saved_nothing_removes_nothing(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class World:
     def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
         self.learnt.append((rollout_id, [group.group_id for group in groups]))
 
-    def save(self, rollout_id: int) -> None:
+    def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        assert "train/policy_version" in metrics
         self.calls.append(f"save {rollout_id}")
 
     def export_hf(self, rollout_id: int) -> None:

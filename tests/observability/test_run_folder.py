@@ -100,3 +100,13 @@ def test_a_refused_run_leaves_the_settings_of_the_run_before(tmp_path):
     begun.metrics_path.write_text("{}\n{}\n")
     assert not begun.remove_unused()
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"lr": 2.0}, "it has trained with these"
+
+
+def test_a_run_that_ended_between_a_save_and_the_metrics_lacks_their_row(tmp_path):
+    assert not RunFolder(tmp_path / "run").lacks_row(0), "a new folder has nothing to go on with"
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.lacks_row(0), "no run has written there"
+    folder.metrics_path.write_text("")
+    assert folder.lacks_row(0) and not folder.lacks_row(1)
+    folder.metrics_path.write_text('{"step": -1}\n{"step": 0}\n{"step": 1}\n{"step": 2, "tor')
+    assert [step for step in range(5) if folder.lacks_row(step)] == [2]

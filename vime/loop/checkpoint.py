@@ -42,6 +42,8 @@ class Checkpoint:
     stop: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the run that wrote it, see vime/loop/compatibility.py."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of its step, as they were when it was written: without what came after."""
     is_weights_alone: bool = False
     """Converted: no run has written it, and there is nothing to go on from but weights."""
     skipped: Sequence[tuple[Path, str]] = ()
@@ -116,6 +118,7 @@ def _read(path: Path, flag: str) -> Checkpoint | str:
         data_source=state["data_source"],
         stop=state["stop"],
         settings=state["settings"],
+        metrics=state.get("metrics", {}),  # older ones do not say
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vime.errors import VimeError
@@ -19,6 +20,7 @@ from vime.loop.checkpoint import FORMAT, WEIGHTS_FILE, seal_of
 from vime.loop.file_sums import sums_of
 from vime.protocols import Trainer
 
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 _FULL_BYTES = 16 << 20  # less space than this is none
 _SOON_BYTES = 16 << 20  # are read in hundredths of a second: no thread is needed
 
@@ -31,6 +33,7 @@ class CheckpointWriting:
         rollout_id: the last rollout that was trained on. The stop rule is kept as it is now.
         data: the data source's state, with the groups that are under way.
         settings: what to compare with on resume.
+        metrics: of the step so far.
         in_background: training may go on before it is complete.
         checksums: of its files are kept, too: they are read once more.
     Raises: OSError when the disk is full; no partial checkpoint stays.
@@ -45,6 +48,7 @@ class CheckpointWriting:
         stop: StopRule,
         settings: Mapping[str, Any],
         *,
+        metrics: Mapping[str, float] = NO_METRICS,
         in_background: bool,
         checksums: bool = True,
     ) -> None:
@@ -62,6 +66,7 @@ class CheckpointWriting:
             "data_source": data,
             "stop": stop.state(),
             "settings": settings,
+            "metrics": dict(metrics),
         }
         self._partial.mkdir(parents=True)
         with self._removed_on_error():

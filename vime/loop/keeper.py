@@ -14,7 +14,7 @@ from vime.data.journaled import JournaledSource
 from vime.errors import ConfigError, TrainingError, VimeError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import find_checkpoints, read_metrics, rollout_of
-from vime.loop.checkpoint_writing import CheckpointWriting, write_metrics
+from vime.loop.checkpoint_writing import NO_METRICS, CheckpointWriting, write_metrics
 from vime.loop.source_state import state_of
 from vime.loop.staleness import version_after
 from vime.protocols import DataSource, Trainer
@@ -74,9 +74,10 @@ class CheckpointKeeper:
         if self._journaled is not None:
             self._journaled.trained(rollout_id, groups)
 
-    def save(self, rollout_id: int) -> None:
+    def save(self, rollout_id: int, metrics: Mapping[str, float] = NO_METRICS) -> None:
         """Write a checkpoint, or begin to; one that is still being written is waited for.
 
+        Args: metrics: of the step so far; a run that is killed before it has written them leaves them to its resume.
         Raises: OSError when the disk is full; no partial checkpoint stays.
         """
         assert self._folder is not None, "the cadence saves only where --save names a folder"
@@ -91,6 +92,7 @@ class CheckpointKeeper:
             self._written,
             self._stop,
             self._settings,
+            metrics=metrics,
             in_background=self._in_background,
             checksums=self._checksums,
         )

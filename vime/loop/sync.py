@@ -46,8 +46,8 @@ class Checkpoints(Protocol):
     def trained(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """The trainer has learnt from these groups: the next `save` is of them, too."""
 
-    def save(self, rollout_id: int) -> None:
-        """Write a checkpoint to resume from, or begin to."""
+    def save(self, rollout_id: int, metrics: Metrics) -> None:
+        """Write a checkpoint to resume from, or begin to. Args: metrics: of the step so far."""
 
     def export_hf(self, rollout_id: int) -> None:
         """Write an HF checkpoint."""
@@ -147,7 +147,7 @@ def save(stages: Stages, step: Step, cadence: Cadence, rollout_id: int, *, last:
     """Write what is due after a rollout was trained on: a checkpoint, an HF checkpoint."""
     if cadence.save_due(rollout_id, last=last):
         with step.stage("save_model"):
-            stages.checkpoints.save(rollout_id)
+            stages.checkpoints.save(rollout_id, step.metrics)
     if cadence.export_due(rollout_id, last=last):
         with step.stage("save_hf"):
             stages.checkpoints.export_hf(rollout_id)

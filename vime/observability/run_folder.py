@@ -38,6 +38,8 @@ _PACKAGES = (
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|password|passwd|secret|credentials?|(hf|auth|access|bearer)_token|wandb_key)($|_)"
 )
+_TAIL_BYTES = 1 << 20
+"""Of metrics.jsonl, more than its last line has."""
 _REDACTED = "(not saved)"
 
 
@@ -54,6 +56,19 @@ class RunFolder:
         self._before: dict[Path, bytes] = {}
         self._num_bytes_before = self._num_metric_bytes()
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+
+    def lacks_row(self, step: int) -> bool:
+        """Whether the run here ended between saving a step and writing its metrics: its last row is of the one before.
+
+        Args: step: of the checkpoint that the run goes on from.
+        """
+        if self._is_new or not self.metrics_path.exists():
+            return False
+        with open(self.metrics_path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            rows = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        last: int = json.loads(rows[-1])["step"] if rows else -1
+        return last == step - 1
 
     def remove_unused(self) -> bool:
         """Remove the folder of a run that was refused before it started anything. Returns: whether it was removed.

@@ -80,8 +80,10 @@ def run_on(
     config, checkpoint, fleet, progress = plan.config, plan.checkpoint, started.fleet, plan.progress
     with plan.times.part("data"):
         writer = stack.enter_context(closing(make_writer(config, plan.folder)))
-        tokenizer = load_tokenizer(plan.hf_path)
         goes_on = checkpoint is not None and not config.checkpoint.finetune
+        if checkpoint and goes_on and plan.folder.lacks_row(checkpoint.rollout_id):
+            writer.write(checkpoint.rollout_id, dict(checkpoint.metrics))
+        tokenizer = load_tokenizer(plan.hf_path)
         source = build_source(config, rows, tokenizer, checkpoint.data_source if checkpoint and goes_on else None)
         journaled = journaled_source(plan, source, checkpoint if goes_on else None, stack)
         source = source if journaled is None else journaled
