@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.plan import Plan
+from tests.chaos.reward import SAMPLES
 from tests.stub_engine.settings import MODULE, StubSettings
 from vime.engine.vllm.processes import SERVER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 8
-SAMPLES = 4
 _NUM_PROMPTS = 400
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import accounts
+from tests.chaos import accounts, reward
 from tests.chaos.plan import LOOPS, VICTIMS, Plan, Stream, draw_plan
 from tests.chaos.round import CAUSE
 from tests.chaos.task import BATCH, SAMPLES
@@ -144,6 +144,15 @@ def test_a_plan_follows_from_its_seed_and_every_kind_of_process_has_its_turn() -
     assert (
         str(dataclasses.replace(kill, signal="STOP", rollout=2, delay_s=0.5)) == "router SIGSTOP at rollout 2 + 0.50 s"
     )
+
+
+def test_some_prompts_of_streams_take_long_to_reward_and_are_worth_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(reward.time, "sleep", slept.append)
+    samples = [sample for number in range(40) for sample in group(number, f"{number}+{number}=").samples]
+    shares = [reward.slow_for_some(None, sample) for sample in samples]
+    assert shares == [reward.share_of_even_tokens(None, sample) for sample in samples]
+    assert 0 < len(slept) < 10
 
 
 @pytest.mark.parametrize(
