@@ -1,4 +1,4 @@
-"""Processes that are killed and frozen: stub engines, the real router, a real weight sync and real keepers.
+"""Processes that are killed and frozen: stub engines, or vLLM's, the real router, a real weight sync and real keepers.
 
 Ray is a stand-in that calls the worker in threads of this process.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from tests.stub_engine.settings import MODULE, StubSettings
 from tests.weight_sync.hf_trainer import HfTrainer
-from vime.config import Config, FaultConfig
+from vime.config import Config, FaultConfig, LogConfig
 from vime.engine.vllm import health
 from vime.engine.vllm.processes import SERVER_VARIABLE
 from vime.errors import EngineDead
 from vime.orchestration.engines import EngineFleet
 from vime.orchestration.workers import EngineWorker
+from vime.platform.cpu import CpuPlatform
 from vime.protocols import Completion, GenerateRequest, SamplingParams
 from vime.types import VersionSpan
 from vime.weight_sync import shm
@@ -41,7 +44,13 @@ NUM_TOKENS = 40
 
 
 class LocalRay:
-    """`ray.get`, `ray.wait` and `ray.kill` of futures."""
+    """`ray.get`, `ray.wait`, `ray.kill` and `ray.nodes` of futures, and of nodes that a test lets leave."""
+
+    def __init__(self) -> None:
+        self.gone: set[str] = set()
+
+    def kill(self, handle: Any) -> None:
+        pass
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
         try:
@@ -54,19 +63,25 @@ class LocalRay:
         return list(done), list(pending)
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "here", "Alive": True}]
+        return [{"NodeID": name, "Alive": name not in self.gone} for name in ("node 0", "node 1")]
 
 
 class LocalHandle:
-    """A Ray handle's calls, on an object of this process."""
+    """A Ray handle's calls, on an object of this process. Args: is_gone: whether its node is."""
 
-    def __init__(self, pool: ThreadPoolExecutor, target: Any) -> None:
-        self._pool, self._target = pool, target
+    def __init__(self, pool: ThreadPoolExecutor, target: Any, is_gone: Callable[[], bool]) -> None:
+        self._pool, self._target, self._is_gone = pool, target, is_gone
 
     def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = None if self._is_gone() else getattr(self._target, name)(*args, **kwargs)
+            if self._is_gone():
+                raise RayActorError
+            return result
+
         class Method:
             def remote(_, *args: Any, **kwargs: Any) -> Future[Any]:
-                return self._pool.submit(getattr(self._target, name), *args, **kwargs)
+                return self._pool.submit(call, *args, **kwargs)
 
         return Method()
 
@@ -74,9 +89,9 @@ class LocalHandle:
 class Serving:
     """A fleet of stub engines with its router, its client and a trainer, kept going."""
 
-    def __init__(self, fleet: EngineFleet, workers: list[EngineWorker], model: Path) -> None:
-        self.fleet, self.workers = fleet, workers
-        self.client = fleet.wait_ready(300)
+    def __init__(self, fleet: EngineFleet, workers: list[EngineWorker], model: Path, local: LocalRay) -> None:
+        self.fleet, self.workers, self.local = fleet, workers, local
+        self.client = fleet.wait_ready(3000)
         self.trainer = HfTrainer(model, shm.Writer())
         self.lock = threading.RLock()
         self.sync = WeightSync(
@@ -99,7 +114,9 @@ class Serving:
         pid: int = self.workers[number]._server.pid
         return pid
 
-    def generate(self, *names: str, beside: Callable[[], None] = lambda: None) -> list[list[Completion]]:
+    def generate(
+        self, *names: str, beside: Callable[[], None] = lambda: None, num_tokens: int = NUM_TOKENS
+    ) -> list[list[Completion]]:
         """The answers to requests of three samples each; `beside` is called when they are under way."""
 
         async def run() -> list[list[Completion]]:
@@ -109,7 +126,7 @@ class Serving:
                         GenerateRequest(
                             request_id=name,
                             token_ids=PROMPT,
-                            sampling=SamplingParams(n=3, max_tokens=NUM_TOKENS, seed=i * 1000, ignore_eos=True),
+                            sampling=SamplingParams(n=3, max_tokens=num_tokens, seed=i * 1000, ignore_eos=True),
                         )
                     )
                 )
@@ -126,32 +143,49 @@ class Serving:
 
 
 def make_fleet(
-    num_engines: int, model: Path, key: str, folder: Path, pool: ThreadPoolExecutor, fault: FaultConfig
+    num_engines: int,
+    model: Path,
+    key: str,
+    folder: Path,
+    pool: ThreadPoolExecutor,
+    local: LocalRay,
+    fault: FaultConfig,
+    *,
+    by_vllm: bool = False,
 ) -> Any:
-    """An `EngineFleet` that a run would have built, without a cluster."""
+    """An `EngineFleet` that a run would have built, without a cluster. Args: by_vllm: and no stubs."""
     workers = [EngineWorker() for _ in range(num_engines)]
     hf_config = json.loads((model / "config.json").read_text())
     fleet = object.__new__(EngineFleet)
-    super(EngineFleet, fleet).__init__(Config(fault=fault), key=key, log_dir=folder, hf_config=hf_config)
+    super(EngineFleet, fleet).__init__(
+        Config(fault=fault, log=LogConfig(engine_start_timeout_s=3000.0)), key=key, log_dir=folder, hf_config=hf_config
+    )
 
     class Node:
-        node_id = "here"
+        def __init__(self, number: int) -> None:
+            self.node_id = f"node {number}"
 
     class Layout:
         engine_devices = tuple((number,) for number in range(num_engines))
 
     class Placement:
-        layout, nodes = Layout, [Node] * num_engines
+        layout, nodes = Layout, [Node(number) for number in range(num_engines)]
 
     fleet._placement = Placement  # type: ignore[assignment]
-    fleet._workers = [LocalHandle(pool, worker) for worker in workers]
+    fleet._workers = [
+        LocalHandle(pool, worker, lambda node=f"node {number}": node in local.gone)  # type: ignore[misc]
+        for number, worker in enumerate(workers)
+    ]
     fleet._make_worker = lambda number: fleet._workers[number]
-    stub = StubSettings(token_s=0.05)
+    environment = {SERVER_VARIABLE: MODULE, **StubSettings(token_s=0.05).to_environment()}
+    arguments = {"max_model_len": 512}
+    if by_vllm:
+        environment, arguments = CpuPlatform().engine_environment(), CpuPlatform().engine_arguments(512)
     fleet._start_with = [
         dict(
             model=str(model),
-            arguments={"max_model_len": 512, "dtype": "float32", "max_num_seqs": 64},
-            environment={SERVER_VARIABLE: MODULE, **stub.to_environment()},
+            arguments={**arguments, "dtype": "float32", "max_num_seqs": 64},
+            environment=environment,
             key=key,
             log_path=folder / f"engine_{number}.log",
         )
@@ -166,16 +200,17 @@ def serve(
     tiny_qwen3: Path, run_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Serving]]:
     local = LocalRay()
-    for name in ("get", "wait", "nodes"):
+    for name in ("get", "wait", "nodes", "kill"):
         monkeypatch.setattr(ray, name, getattr(local, name))
     monkeypatch.setattr(health, "_STOPPED_S", 1.0)
     pool, fleets = ThreadPoolExecutor(16), []
 
-    def start(num_engines: int, **fault: Any) -> Serving:
-        settings = FaultConfig(rollout_health_check_interval=0.5, rollout_restart_backoff_s=0.1, **fault)
-        fleet, workers = make_fleet(num_engines, tiny_qwen3, run_key, tmp_path, pool, settings)
+    def start(num_engines: int, *, by_vllm: bool = False, **fault: Any) -> Serving:
+        interval_s = FaultConfig().rollout_health_check_interval if by_vllm else 0.5
+        settings = FaultConfig(rollout_health_check_interval=interval_s, rollout_restart_backoff_s=0.1, **fault)
+        fleet, workers = make_fleet(num_engines, tiny_qwen3, run_key, tmp_path, pool, local, settings, by_vllm=by_vllm)
         fleets.append(fleet)
-        return Serving(fleet, workers, tiny_qwen3)
+        return Serving(fleet, workers, tiny_qwen3, local)
 
     yield start
     for fleet in fleets:
@@ -230,6 +265,30 @@ def test_a_sync_goes_on_without_the_engine_that_dies_in_it_which_then_joins(
     assert {worker["url"] for worker in listed["workers"]} == {engine.url for engine in serving.fleet.engines}
 
 
+@pytest.mark.slow
+def test_requests_of_a_node_that_goes_silent_are_sent_again_to_the_others(serve: Callable[..., Serving]) -> None:
+    """Nobody closes the connections to it, nor its engine's."""
+    serving = serve(2)
+    names = ["a", "b", "c", "d"]
+    expected = serving.generate(*names)
+    silent = serving.pid(1)
+
+    def leave() -> None:
+        os.killpg(silent, signal.SIGSTOP)
+        serving.local.gone.add("node 1")
+
+    try:
+        check(serving.generate(*names, beside=leave), expected)
+        assert serving.roster is not None
+        assert serving.roster.serving() == [0]
+        assert serving.roster.restarts == {"router": 1}
+        serving.sync.publish(8)
+        stats = serving.fleet.stats()
+        assert stats is not None and [engine.num_requests > 0 for engine in stats] == [True, False]
+    finally:
+        os.killpg(silent, signal.SIGKILL)
+
+
 def test_an_engine_that_cannot_be_started_again_ends_the_run_with_the_cause(serve: Callable[..., Serving]) -> None:
     serving = serve(1, rollout_max_restarts=1)
     serving.fleet._start_with[0]["environment"] = {SERVER_VARIABLE: "no_such_module"}
@@ -240,3 +299,78 @@ def test_an_engine_that_cannot_be_started_again_ends_the_run_with_the_cause(serv
         serving.fleet.check_alive()
     with pytest.raises(EngineDead, match="is not started again"):
         serving.sync.publish(8)
+
+
+class VllmEnds:
+    """The engine core of a vLLM server, killed as the kernel kills what has eaten the memory; the server stays."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._restarts = 0
+
+    def find(self) -> psutil.Process:
+        server = psutil.Process(self._serving.pid(0))
+        (core,) = [child for child in server.children(recursive=True) if "EngineCore" in child.name()]
+        self.began = time.monotonic()
+        return core
+
+    def kill(self) -> None:
+        self.find().kill()
+
+    def refuse_memory(self) -> None:
+        core = self.find()
+        core.rlimit(psutil.RLIMIT_AS, (core.memory_info().vms, psutil.RLIM_INFINITY))
+
+    def wait(self) -> list[float]:
+        """Seconds after the kill until it was noticed, and until the engine served again."""
+        roster, self._restarts = self._serving.roster, self._restarts + 1
+        assert roster is not None
+        times = []
+        with roster._changed:
+            for is_there in (
+                lambda: 0 not in roster.serving() or roster.restarts["engine"] == self._restarts,
+                lambda: roster.restarts["engine"] == self._restarts,
+            ):
+                assert roster._changed.wait_for(is_there, timeout=3000)
+                times.append(time.monotonic() - self.began)
+        return times
+
+
+@pytest.mark.slow
+def test_vllms_engine_core_is_killed_or_has_no_memory_in_generation_a_sync_and_sleep(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(1, by_vllm=True)
+    core, engine, length = VllmEnds(serving), serving.fleet.engines[0], 400
+    noticed = []
+
+    def kill_and_see() -> None:
+        core.kill()
+        noticed.append(core.wait())
+
+    for answer in serving.generate("a", "b", beside=kill_and_see, num_tokens=length):
+        assert [len(c.token_ids) for c in answer] == [length] * 3
+        assert {c.weight_versions for c in answer} == {(VersionSpan(7, 0, length),)}
+    assert serving.client.counters["retries"] > 0
+
+    receive = engine.receive
+
+    def die(bucket: Any) -> None:
+        core.kill()
+        receive(bucket)
+
+    engine.receive = die  # type: ignore[method-assign]
+    serving.sync.publish(7)
+    del engine.receive
+    noticed.append(core.wait())
+
+    core.refuse_memory()  # the bucket cannot be mapped, and the engine says so in an answer
+    serving.sync.publish(7)
+    noticed.append(core.wait())
+
+    engine.sleep(1)
+    kill_and_see()
+    (answer,) = serving.generate("c", num_tokens=8)
+    assert {c.weight_versions for c in answer} == {(VersionSpan(7, 0, 8),)}
+    print("noticed and served again after", noticed)
+    assert all(seconds < 60 for seconds, _ in noticed)
