@@ -140,7 +140,9 @@ class GroupRunner:
         """
         while True:
             try:
-                task = await asyncio.wait_for(self._results.get(), _QUIET_S)
+                # Not wait_for: Python 3.11's returns what came in the moment of a cancellation, which is lost then.
+                async with asyncio.timeout(_QUIET_S):
+                    task = await self._results.get()
                 break
             except TimeoutError:
                 waiting = len(self._requests.ids)
