@@ -73,8 +73,8 @@ class Step:
             yield
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of this step."""
-        self.metrics.update(metrics)
+        """Metrics of this step; a user's function may give numbers of NumPy's or torch's, which JSON lacks."""
+        self.metrics.update((name, float(value)) for name, value in metrics.items())
 
     def keep_rollout(self, groups: Sequence[Group]) -> None:
         """Write the groups that are trained on into the run folder, where the run keeps them."""
