@@ -192,9 +192,9 @@ def _hf(folder: Path, dtype: str, device: str, max_tokens: int) -> HfModel:
 
 
 def _scorer(means: Means, folder: Path) -> Any:
-    from vime.trainer.megatron.known_warnings import silence
+    from vime.trainer.megatron.lean_import import lean_import
 
-    silence()
-    from vime.trainer.megatron.scoring import Scorer
+    with lean_import():
+        from vime.trainer.megatron.scoring import Scorer
 
     return Scorer(means.config, folder, means.platform)

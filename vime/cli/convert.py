@@ -41,9 +41,6 @@ def convert(
     problems = list(_problems(source, target, is_hf, hf_checkpoint, ckpt_step, overwrite))
     if problems:
         raise ConfigError(problems)
-    from vime.trainer.megatron.known_warnings import silence
-
-    silence()
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +91,10 @@ def _write(
 ) -> str:
     import torch
 
-    from vime.trainer.megatron import convert as convert_weights
+    from vime.trainer.megatron.lean_import import lean_import
 
+    with lean_import():
+        from vime.trainer.megatron import convert as convert_weights
     wanted = None if dtype is None else getattr(torch, dtype)
     if is_hf:
         done = convert_weights.to_training(source, target / "trainer", dtype=wanted)

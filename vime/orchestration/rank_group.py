@@ -88,10 +88,10 @@ class RankWorker:
         )
 
     def _imported(self) -> Callable[..., Any]:
-        from vime.trainer.megatron.known_warnings import silence
+        from vime.trainer.megatron.lean_import import lean_import
 
-        silence()
-        return self._trainer_class()
+        with lean_import():
+            return self._trainer_class()
 
     def _trainer_class(self) -> Callable[..., Any]:
         """What each rank builds; imports it."""

@@ -16,13 +16,15 @@ STEP = """
 import sys, warnings
 warnings.simplefilter("ignore")
 from vime.trainer.megatron import cpu_shims
+from vime.trainer.megatron.lean_import import lean_import
+with lean_import():
+    from vime.trainer.megatron.trainer import MegatronTrainer
 if sys.argv[1] != "none":
     setattr(cpu_shims, sys.argv[1], lambda: None)
 import numpy as np
 from vime.config import Config
 from vime.platform import get_platform
 from vime.types import TrainBatch
-from vime.trainer.megatron.trainer import MegatronTrainer
 full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 t = MegatronTrainer(
     Config(megatron={"lr": 1e-3, **full}), hf_path=sys.argv[2], rank=0, world_size=1, total_steps=1, writer=None,
@@ -68,7 +70,7 @@ def test_transformers_loads_a_model_rightly_after_the_shims(model_folder):
     folder, _ = model_folder()
     program = """
 import sys
-import vime.trainer.megatron.trainer  # as in a run: torch's compiler is loaded by megatron-core, before the shims
+import vime.trainer.megatron.trainer  # torch's compiler is loaded by megatron-core, before the shims
 from vime.trainer.megatron import cpu_shims
 cpu_shims.install()
 from transformers import AutoModelForCausalLM
