@@ -28,6 +28,16 @@ def test_a_trainer_that_waits_gets_a_rollout_however_far_behind_the_engines_are(
     assert pace.ahead == 3, "so that ahead + 1 - 3 rollouts may be out"
 
 
+def test_it_stays_as_far_ahead_as_engines_keep_their_weights() -> None:
+    pace = Pace(5, interval=3)
+    for _ in range(4):
+        pace.leaves(1)
+    assert pace.ahead == 3
+    pace = Pace(2, interval=3)
+    pace.leaves(1)
+    assert pace.ahead == 2, "the bound counts"
+
+
 @pytest.mark.parametrize("most", [0, 1])
 def test_a_bound_of_no_or_one_version_stays(most: int) -> None:
     pace = Pace(most)

@@ -44,6 +44,7 @@ class Run:
         action: str = "drop",
         num_rollout: int = 9,
         masks_all_but_last: bool = False,
+        interval: int = 1,
         start: bool = True,
         journal: Journal | None = None,
         **rollout: Any,
@@ -60,7 +61,11 @@ class Run:
             RolloutStage(bench.context, self.source, {}),
             self.source,
             limits=StreamLimits(
-                batch=BATCH, max_generating=max_generating, max_staleness=max_staleness, in_flight=in_flight
+                batch=BATCH,
+                max_generating=max_generating,
+                max_staleness=max_staleness,
+                in_flight=in_flight,
+                interval=interval,
             ),
             stale=StaleGroups(max_staleness, action, masks_all_but_last=masks_all_but_last),
             num_groups=num_rollout * BATCH,
@@ -152,6 +157,21 @@ def test_no_more_rollouts_lie_finished_than_a_slower_trainer_needs(tokenizer: An
             run.engines.settle()
         run.engines.step(2)
         assert taking.result(WAIT_S).metrics["stream/versions_ahead"] == 2
+
+
+def test_a_slower_trainer_does_not_wait_where_engines_keep_their_weights_for_two_rollouts(
+    tokenizer: Any, pool: GraderPool
+) -> None:
+    with running(tokenizer, pool, max_staleness=4, max_generating=8, interval=2, num_rollout=20) as run:
+        run.engines.step(2)
+        bounds = []
+        for rollout_id in range(10):
+            bounds.append(run.take().metrics["stream/versions_ahead"])  # is there: nothing is generated meanwhile
+            run.engines.step(2)
+            if rollout_id % 2:
+                run.version += 1  # of the rollout before, whose weights engines do not get
+                run.sync()
+        assert bounds[-4:] == [2] * 4
 
 
 def test_the_trainer_waits_for_a_whole_rollout(tokenizer: Any, pool: GraderPool) -> None:

@@ -23,6 +23,7 @@ def make_stream(
             max_generating=stream.max_groups_in_flight or batch,
             max_staleness=stream.max_staleness,
             in_flight=stream.update_weights_in_flight,
+            interval=config.sync.update_weights_interval,
         ),
         stale=StaleGroups(
             stream.max_staleness,

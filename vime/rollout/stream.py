@@ -54,6 +54,8 @@ class StreamLimits:
     """Versions that a group's oldest trainable token may be behind the trainer."""
     in_flight: bool
     """Weights change while samples are generated, not between them."""
+    interval: int = 1
+    """Rollouts between two weight syncs (--update-weights-interval)."""
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ class RolloutStream:
         self._gate, self._changed = Gate(), Pulse()
         self._gauges = StreamGauges()
         self._finished: deque[_Finished] = deque()
-        self._pace = Pace(limits.max_staleness)
+        self._pace = Pace(limits.max_staleness, limits.interval)
         self._kept = Kept(self._context, limits.batch, source)
         self._runner: GroupRunner | None = None
         self._work: asyncio.Task[None] | None = None
