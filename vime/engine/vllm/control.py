@@ -85,7 +85,7 @@ class VllmEngine:
 
     def resume(self) -> None:
         """Schedule again. Raises: WeightSyncError if a weight sync was left half done; the engine then stays paused."""
-        if reason := self.unfiterror_message():
+        if reason := self.unfit_reason():
             raise WeightSyncError(f"{self.url} may not serve: {reason}; publish the weights again")
         self._expect(self._post("/resume"), "status", "resumed")
 
@@ -180,7 +180,7 @@ class VllmEngine:
         """What each of the engine's workers says of model, dtype and machine (`WorkerExtension.vime_identity`)."""
         return self._rpc("vime_identity")
 
-    def unfiterror_message(self) -> str | None:
+    def unfit_reason(self) -> str | None:
         """Why the engine's weights may not be used; None when they may."""
         return next((str(state["broken"]) for state in self._sync_states() if state["broken"]), None)
 
