@@ -267,6 +267,7 @@ def _keep_going(
         start=plan.start,
         tells_versions=adapter_for().reports_version_spans,
         num_serving=lambda: len(fleet.roster.serving()) if fleet.roster is not None else 0,
+        is_joining=lambda number: fleet.roster is None or fleet.roster.is_joining(number),
         on_version=client.note_version,
     )
     place: Callable[[], AbstractContextManager[object]] = nullcontext

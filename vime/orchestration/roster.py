@@ -62,6 +62,11 @@ class Roster:
         with self._changed:
             return self._those(EngineState.SERVING)
 
+    def is_joining(self, number: int) -> bool:
+        """Whether an engine's server is back, and waits for its weights."""
+        with self._changed:
+            return self._states[number] is EngineState.JOINING
+
     def given_up(self) -> list[int]:
         """The engines that the run goes on without."""
         with self._changed:
