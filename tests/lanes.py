@@ -24,6 +24,9 @@ TOGETHER = {
     "tests/engine/vllm/test_moe_syncs.py": "moe_syncs",
 }
 
+# Files with few tests that take minutes all the same. One that is missing here may leave a lane alone at the end.
+LONG = ("tests/chaos/test_rounds.py", "tests/e2e/test_recovery.py", "tests/e2e/test_replay.py", "tests/e2e/test_ppo.py")
+
 
 def group_of(nodeid: str) -> str:
     """What stays in one lane: the test's file, or the fixture that several files share."""
@@ -32,9 +35,12 @@ def group_of(nodeid: str) -> str:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort tests in place by their group's number of tests with an engine or ranks; the order within a group stays."""
-    long = Counter(group_of(x.nodeid) for x in items if x.get_closest_marker("engine") or x.get_closest_marker("ranks"))
-    items.sort(key=lambda x: -long[group_of(x.nodeid)])
+    """Sort tests in place: `LONG` files, then by their group's number of tests with an engine or ranks.
+
+    The order within a group stays.
+    """
+    many = Counter(group_of(x.nodeid) for x in items if x.get_closest_marker("engine") or x.get_closest_marker("ranks"))
+    items.sort(key=lambda x: (group_of(x.nodeid) not in LONG, -many[group_of(x.nodeid)]))
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:

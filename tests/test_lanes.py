@@ -17,7 +17,7 @@ def item(nodeid, *marks):
     return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: name if name in marks else None)
 
 
-def test_files_with_most_engines_and_ranks_come_first_and_keep_their_order():
+def test_long_files_and_those_with_most_engines_and_ranks_come_first_and_keep_their_order():
     items = [
         item("tests/a.py::test_1"),
         item("tests/a.py::test_2"),
@@ -25,9 +25,11 @@ def test_files_with_most_engines_and_ranks_come_first_and_keep_their_order():
         item("tests/c.py::test_2", "ranks"),
         item("tests/c.py::test_1", "engine"),
         item("tests/c.py::test_0"),
+        item(f"{lanes.LONG[0]}::test_1", "ranks"),
     ]
     lanes.longest_first(items)
-    assert [x.nodeid.removeprefix("tests/") for x in items] == [
+    assert items[0].nodeid.startswith(lanes.LONG[0])
+    assert [x.nodeid.removeprefix("tests/") for x in items[1:]] == [
         *("c.py::test_2", "c.py::test_1", "c.py::test_0"),
         *("b.py::test_1", "a.py::test_1", "a.py::test_2"),
     ]
@@ -39,8 +41,8 @@ def test_files_that_share_an_engine_are_one_group_and_others_their_own():
     assert lanes.group_of("tests/algo/test_kl.py::test_z[a::b]") == "tests/algo/test_kl.py"
 
 
-def test_every_file_that_is_kept_together_is_there(pytestconfig):
-    assert [x for x in lanes.TOGETHER if not (pytestconfig.rootpath / x).is_file()] == []
+def test_every_file_that_is_named_is_there(pytestconfig):
+    assert [x for x in [*lanes.TOGETHER, *lanes.LONG] if not (pytestconfig.rootpath / x).is_file()] == []
 
 
 def test_a_lane_has_its_share_of_the_cores_and_what_the_user_set_stays():
