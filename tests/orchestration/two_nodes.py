@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+import psutil
 
 from vime.engine.vllm.processes import free_port, stop_process
 
@@ -26,16 +31,33 @@ class Cluster:
     address: str
     environment: dict[str, str]
     """What a driver needs in its environment."""
+    second: psutil.Process
+    """`ray start` of the second node; all of the node's processes are its children."""
+
+    def signal_second(self, number: int) -> None:
+        """To all processes of the second node at once."""
+        node = [self.second, *self.second.children(recursive=True)]
+        for process in node:
+            process.suspend()  # none sees another's end
+        for process in node if number != signal.SIGSTOP else []:
+            process.send_signal(number)
 
 
 @contextmanager
-def two_ray_nodes(folder: Path, *, num_cpus: tuple[int, int] = (1, 1)) -> Iterator[Cluster]:
-    """Started with `ray start`, as docs/multi_node.md has it; ended with the context."""
+def two_ray_nodes(
+    folder: Path, *, num_cpus: tuple[int, int] = (1, 1), variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Cluster]:
+    """Started with `ray start`, as docs/multi_node.md has it; ended with the context.
+
+    Args: variables: further ones of the environment.
+    """
     environment = {
         **os.environ,
+        **variables,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else workers, engines and ranks wait for everybody on a busy machine
     }
     port = next(p for p in iter(lambda: free_port(_HEAD), None) if p > _RAYS_OWN_PORTS)
     address = f"{_HEAD}:{port}"
@@ -58,7 +80,16 @@ def two_ray_nodes(folder: Path, *, num_cpus: tuple[int, int] = (1, 1)) -> Iterat
             )
             stack.callback(stop_process, process, 20.0)
             _wait_for_nodes(process, address, environment, number + 1, folder)
-        yield Cluster(address, environment)
+        cluster = Cluster(address, environment, psutil.Process(process.pid))
+        stack.callback(_kill_all, cluster.second)  # of a node that a test has stopped
+        yield cluster
+
+
+def _kill_all(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.status() == psutil.STATUS_STOPPED:
+            for each in [*process.children(recursive=True), process]:
+                each.kill()
 
 
 def _wait_for_nodes(
@@ -73,7 +104,7 @@ def _wait_for_nodes(
         "    assert time.monotonic() < end, 'a node is missing'\n"
         "    time.sleep(0.3)\n"
     )
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while "Ray runtime started" not in (folder / f"node_{count - 1}.log").read_text(errors="replace"):
         assert process.poll() is None, (folder / f"node_{count - 1}.log").read_text(errors="replace")
         assert time.monotonic() < deadline
