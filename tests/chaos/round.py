@@ -31,7 +31,8 @@ _RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # notice minutes la
 _LOOK_S = 0.05
 
 # Words of which a run that ended by itself must say one on a line of its own: who died, or that it was interrupted.
-CAUSE = re.compile(r"^vime: (\w+): .*(engine|router|rank|worker|grader|process|Ray)", re.M | re.I | re.S)
+_WHO = "engine|router|rank|worker|grader|process|Ray"
+CAUSE = re.compile(rf"^vime: \w+: (?:(?!^vime: ).)*({_WHO})", re.M | re.I | re.S)
 
 
 @dataclass

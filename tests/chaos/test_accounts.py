@@ -161,6 +161,8 @@ def test_some_prompts_of_streams_take_long_to_reward_and_are_worth_the_same(monk
         ("step 1\nvime: EngineDead: engine [0] of 2 is gone\n", True),
         ("vime: TrainingError: training rank 0: its process died\n", True),
         ("Traceback\nKeyError: 'x'\n", False),
+        ("vime: TrainingError: no answer came:\n  the worker of rank 0 is gone\n", True),
+        ("vime: KeyError: 'x'\nvime: the run's folder, with logs of its engines: runs/a\n", False),
         ("vime: interrupted; every process of the run was ended\n", False),
         ("", False),
     ],

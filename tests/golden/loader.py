@@ -8,12 +8,19 @@ import pytest
 import torch
 
 CASES = Path(__file__).parent / "cases"
+GRADER = {"boxed": "math", "gsm8k": "gsm8k"}
+"""Style of a grading case -> the reward that grades it."""
 
 
 def all_cases():
     """Every numeric case, in file order (grading.json has another format)."""
     paths = (p for p in sorted(CASES.glob("*.json")) if p.name != "grading.json")
     return [case for path in paths for case in json.loads(path.read_text("utf-8"))["cases"]]
+
+
+def grading_cases():
+    """The cases of grading.json, in file order."""
+    return json.loads((CASES / "grading.json").read_text("utf-8"))["cases"]
 
 
 def each_case(*kinds, where=lambda case: True):
