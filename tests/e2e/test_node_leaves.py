@@ -60,8 +60,7 @@ def test_a_broadcast_to_the_engine_of_a_node_that_is_gone_ends_the_run_which_can
     again = start("--rollout-num-gpus", "1", "--num-rollout", "6")
     assert again.end(END_S) == 0, again.output
     steps = [row["step"] for row in metrics(tmp_path) if row["step"] >= 0]
-    assert steps == sorted(set(steps)) and steps[-1] == 5
-    assert len(steps) >= 5, "the step of the broken sync was saved, and has no row"
+    assert steps == [0, 1, 2, 3, 4, 5], "the step of the broken sync was saved, and its row is written at the resume"
     assert account_of(tmp_path / "ckpt" / "journal.sqlite").is_exact
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from vime.platform.base import Platform
 
 _log = logging.getLogger(__name__)
 
+_DEATH_S = 10.0  # Ray hears of a whole node's end some seconds after its connections have broken
 _CLOSE_TIMEOUT_S = 60.0  # a rank that was interrupted inside a collective never answers
 # Two actors may sit on one device when trainer and engines take turns; each claims less than half of it.
 _SHARE = 0.4
@@ -121,7 +123,10 @@ class RankWorker:
 
 
 def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError) -> list[Any]:
-    """The results of Ray calls, in order; the first that fails raises at once, while others may still run.
+    """The results of Ray calls, in order; the first that fails raises, while others may still run.
+
+    An actor that dies takes the collectives of the others with it, whose errors may come first: before an error that
+    is none of vime's is raised, a death is waited for a little.
 
     Args:
         calls: object reference -> who was asked, in words for the error.
@@ -138,8 +143,25 @@ def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError)
         except RayTaskError as error:
             if isinstance(error.cause, VimeError):
                 raise error.cause from error
+            if (death := _death_among(pending)) is not None:
+                raise died(f"{calls[death[0]]}: its process died ({death[1]})") from error
             raise TrainingError(f"{calls[done[0]]} failed: {error}") from error
     return list(ray.get(list(calls)))
+
+
+def _death_among(pending: Sequence[Any]) -> tuple[Any, RayActorError] | None:
+    """The first of these calls whose actor turns out to be gone; None if none does soon."""
+    end = time.monotonic() + _DEATH_S
+    while pending and (left := end - time.monotonic()) > 0:
+        done, pending = ray.wait(pending, num_returns=1, timeout=left)
+        for reference in done:
+            try:
+                ray.get(reference)
+            except RayActorError as error:
+                return reference, error
+            except RayTaskError:
+                continue  # what failed first is told
+    return None
 
 
 class RankGroup:
