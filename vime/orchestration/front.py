@@ -12,8 +12,6 @@ from vime.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
-_ROUTER_READY_S = 120.0
-
 
 class Front:
     """The router and those who use it: the engines behind it, and the client that is told where it is.
@@ -61,7 +59,7 @@ class Front:
         if is_closed:
             router.stop()  # `close` came before there was a process to end
             return
-        router.wait_ready(_ROUTER_READY_S)
+        router.wait_ready()
         with self._changed:
             router.set_engines(self._urls)  # what has come and gone meanwhile
             self._serves = True

@@ -149,7 +149,7 @@ def wait_all(calls: Mapping[Any, str], *, died: type[VimeError] = TrainingError)
     return list(ray.get(list(calls)))
 
 
-def _death_among(pending: Sequence[Any]) -> tuple[Any, RayActorError] | None:
+def _death_among(pending: list[Any]) -> tuple[Any, RayActorError] | None:
     """The first of these calls whose actor turns out to be gone; None if none does soon."""
     end = time.monotonic() + _DEATH_S
     while pending and (left := end - time.monotonic()) > 0:

@@ -60,6 +60,8 @@ _DEFAULTS: dict[str, Any] = {
     "log_level": "warn",
 }
 
+_READY_S = 120.0  # it starts in one or two; one that was stopped meanwhile must not hold up the run for long
+
 
 class RouterProcess:
     """Owns one router process.
@@ -148,7 +150,7 @@ class RouterProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def wait_ready(self, timeout_s: float = 300.0) -> float:
+    def wait_ready(self, timeout_s: float = _READY_S) -> float:
         """Block until every engine is listed as healthy. Returns: seconds it took; `url` is final from now on.
 
         If somebody took its port between the choice and the binding, it is started again on another.
