@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.errors import DataError
-from vime.loop.columns import routed_columns
+from vime.loop.columns import routed_columns, support_columns
 from vime.support import SamplingSupport
 from vime.types import PolicyVersion, RoutedExperts, Sample
 
@@ -62,10 +62,7 @@ class Tokens:
     @property
     def supports(self) -> list[SamplingSupport | None]:
         """Of each sequence what its tokens were sampled from; None: all of them from the whole vocabulary."""
-        return [
-            SamplingSupport.joined([(len(s.tokens) - s.response_length, None), (s.response_length, s.support)])
-            for s in self.samples
-        ]
+        return [support_columns([sample], needed=False) for sample in self.samples]
 
     @property
     def is_narrow(self) -> bool:
