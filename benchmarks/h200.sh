@@ -60,7 +60,7 @@ fi
 part w3_ahead 150 $python benchmarks/step_time.py $dense --work "$work/w1" --layout ahead --steps 5 --warm-up 2 \
     --timeout 200 --out "$steps"
 part w2 280 $python benchmarks/step_time.py scripts/models/qwen3-30b-a3b/config.json --num-layers 6 --prompts 128 \
-    --work "$work/w2" --utilization 0.25 --offline-device 1 --timeout 320 --out "$steps" -- --no-rollout-request-seeds
+    --work "$work/w2" --utilization 0.25 --offline-device 1 --timeout 400 --out "$steps" -- --no-rollout-request-seeds
 rm -rf "$work/w2/model"
 part weight_sync 120 $python benchmarks/weight_sync.py scripts/models/qwen3-4b/config.json --engine-device 1 \
     --transports nccl --bucket-mib 512 2048 --out "$out/weight_sync.jsonl"

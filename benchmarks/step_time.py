@@ -8,8 +8,8 @@ GRPO steps of `train.py` (`--layout ahead`: `train_async.py`) with a model of th
 random bf16 weights, prompts of --prompt-len tokens and responses of exactly --response-len (the model has no token that
 ends one). Before the run, each in a process of its own: the matrix product that MFU is measured against, and offline
 vLLM of the same version on the same prompts; with --work they and the model stay in a folder for the next layout.
-The first steps are left out. Words after `--` are further flags of the run. A run that takes longer than --timeout is
-ended, and its steps so far count. Prints a line of JSON, and appends it to the file --out.
+The first steps are left out. Words after `--` are further flags of the run. A run that takes longer than --timeout, or
+is interrupted, is ended, and its steps so far count. Prints a line of JSON, and appends it to the file --out.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def run_flags(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def run_for(command: list[str], timeout_s: float) -> bool:
-    """Run a program of this checkout in a session of its own; it is interrupted when the time is up.
+    """Run a program of this checkout in a session of its own; it is interrupted when the time is up, or this program is.
 
     Returns: whether it ended by itself. Raises: SystemExit if it failed.
     """
@@ -141,8 +141,8 @@ def run_for(command: list[str], timeout_s: float) -> bool:
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        print(f"{command[1]} was ended after {timeout_s:.0f} s", file=sys.stderr, flush=True)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+        print(f"{command[1]} is ended: {type(reason).__name__}", file=sys.stderr, flush=True)
         os.kill(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_INTERRUPT_S)

@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -234,7 +235,9 @@ def whole_steps(options: argparse.Namespace, name: str) -> dict[str, Any]:
 def child(task: str, options: argparse.Namespace) -> bool:
     """Run this file for one part, at most --timeout seconds long; whether it ended by itself."""
     command = [sys.executable, *sys.argv, "--child", task]
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {**defaults, **os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     try:
         return subprocess.run(command, env=environment, timeout=options.timeout, check=False).returncode == 0

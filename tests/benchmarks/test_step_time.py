@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,17 @@ def test_words_behind_two_dashes_are_flags_of_the_run() -> None:
     _, options = step_time.parse([CONFIG, "--prompts", "4", "--", "--no-offload-train"])
     flags = step_time.run_flags(Path("w"), options)
     assert flags[-1] == "--no-offload-train" and flags[flags.index("--vllm-max-num-seqs") + 1] == "32"
+
+
+def test_a_run_that_is_interrupted_is_ended_and_what_it_did_counts(tmp_path: Path) -> None:
+    program = tmp_path / "run.py"
+    program.write_text(
+        f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('stopping', flush=True)\n"
+    )
+    begin = time.monotonic()
+    assert not step_time.run_for([sys.executable, str(program)], timeout_s=60)
+    assert time.monotonic() - begin < 30
 
 
 class Nvml:

@@ -19,9 +19,6 @@ from vime.models import ModelSettings
 from vime.trainer.megatron.fixes import fix_version_of_missing_te
 from vime.trainer.megatron.limits import EXPERTS, NO_FUSIONS, limits
 
-# These are torch.compile's, which is worth its start-up time on CUDA only.
-_COMPILED_FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion")
-
 # Settings of experts whose one supported value is not megatron-core's default.
 _EXPERTS_DIFFER = (
     "moe_router_load_balancing_type",
@@ -100,7 +97,10 @@ def megatron_settings(
         **({name: EXPERTS[name][0] for name in _EXPERTS_DIFFER} if has_experts else {}),
         **_pipeline(sizes.stages.layers(model.transformer["num_layers"]), sizes.pipeline),
         **dict.fromkeys(NO_FUSIONS, False),
-        **dict.fromkeys(_COMPILED_FUSIONS, device_type == "cuda"),
+        # torch.compile's, worth its start-up time on CUDA only. bias_dropout_fusion is not: without dropout it is one
+        # addition, of which the compiled call costs the host several times as much, and mixtures exceed its limit of
+        # recompilations.
+        "bias_activation_fusion": device_type == "cuda",
         **pick(TransformerConfig),
     }
     return MegatronSettings(
