@@ -1,6 +1,6 @@
 """What each of the three loops makes of rewards that take long-tailed random time.
 
-    python benchmarks/long_tail.py [--stub] [--steps 12] [--train-seconds 2] [--out runs/long_tail]
+    python benchmarks/long_tail.py [--stub] [--steps 12] [--train-seconds 1] [--out runs/long_tail]
 
 A reward waits, as a tool or a judge elsewhere would: most of them for a moment, a few for many times as long (Pareto,
 shape 1.2, at least 0.25 s, at most 12 s; drawn from the sample's number, so the same in every run). The engine is a
@@ -41,7 +41,7 @@ from vime.protocols import RolloutContext, TrainerContext  # noqa: E402
 from vime.types import Sample  # noqa: E402
 
 PROMPTS, SAMPLES, PROMPT_LEN = 8, 4, 16
-RESPONSE_LEN, STUB_RESPONSE_LEN, STUB_TOKEN_S = 256, 16, 0.35
+RESPONSE_LEN, STUB_RESPONSE_LEN, STUB_TOKEN_S = 512, 16, 0.35
 MAX_NUM_SEQS = 8
 SHAPE, LEAST_S, MOST_S = 1.2, 0.25, 12.0
 MAX_STALENESS = 4
@@ -143,7 +143,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="rollouts of each run")
-    parser.add_argument("--train-seconds", type=float, default=2.0, help="what the trainer waits before each step")
+    parser.add_argument("--train-seconds", type=float, default=1.0, help="what the trainer waits before each step")
     parser.add_argument("--stub", action="store_true", help="an engine that computes next to nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "long_tail")
     options = parser.parse_args()

@@ -132,7 +132,7 @@ def run_flags(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def run_for(command: list[str], timeout_s: float) -> bool:
-    """Run a program of this checkout in a session of its own; it is interrupted when the time is up, or this program is.
+    """Run a program of this checkout in a session of its own; it is interrupted when the time is up, or when this is.
 
     Returns: whether it ended by itself. Raises: SystemExit if it failed.
     """

@@ -18,12 +18,14 @@ from vime.types import Group, Sample, SampleStatus, TrainBatch
 END, PLUS, EQUALS, FIRST_DIGIT = 2, 13, 14, 3
 
 
-def write_model(folder: Path, kind: str, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A small random checkpoint (vocabulary of 320) of a kind in tests/families.py."""
+def write_model(
+    folder: Path, kind: str, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 128
+) -> Path:
+    """A small random checkpoint (vocabulary of 320) of a kind in tests/families.py. Args: width: of its MLP."""
     sizes = {
         "vocab_size": 320,
         "hidden_size": 128 if kind.startswith("qwen2") else 64,  # vLLM's Qwen2 has heads of hidden_size / heads
-        "intermediate_size": 128,
+        "intermediate_size": width,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -1,7 +1,8 @@
-"""--aligned in an engine on a CPU: attention as the trainer computes it then, bit for bit.
+"""--aligned in an engine on a CPU: attention and linear layers as the trainer computes them then, bit for bit.
 
-vLLM's own kernel computes one query at a time over blocks of its cache, torch's all queries of a sequence at once; in
-float32 the two are some 1e-7 apart. Both are replaced by `vime.algo.fixed_attention`.
+vLLM's own attention computes one query at a time over blocks of its cache, torch's all queries of a sequence at once;
+oneDNN and torch sum a linear layer's inputs in other blocks. In float32 both are some 1e-7 apart, and replaced by
+`vime.algo.fixed_attention` and `vime.algo.fixed_linear`.
 """
 
 from __future__ import annotations
@@ -10,25 +11,42 @@ from typing import Any
 
 from vime.platform.cpu import ALIGNED
 
-_MARK = "_vime_aligns_attention"
+_MARK = "_vime_aligns"
 
 
 def install() -> None:
-    """Have engines that are started with the mark in additional_config use it; twice does no harm."""
+    """Have engines that are started with the mark in additional_config use them; twice does no harm."""
+    from vllm.model_executor.layers import utils
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    original = CPUAttentionBackend.get_impl_cls
+    from vime.algo.fixed_linear import fixed_linear
+
+    attention, dispatch = CPUAttentionBackend.get_impl_cls, utils.dispatch_cpu_unquantized_gemm
     if hasattr(CPUAttentionBackend, _MARK):
         return
 
     def get_impl_cls() -> type[Any]:
-        from vllm.config import get_current_vllm_config
+        return _implementation() if _is_asked_for() else attention()
 
-        settings = get_current_vllm_config().additional_config
-        return _implementation() if isinstance(settings, dict) and settings.get(ALIGNED) else original()
+    def choose_product(layer: Any, remove_weight: bool) -> None:
+        # Asked again at the end of a weight sync, when no configuration is current.
+        is_ours = getattr(layer, "cpu_linear", None) is fixed_linear or _is_asked_for()
+        if is_ours and layer.weight.ndim == 2 and not layer.weight.is_meta:
+            layer.cpu_linear = fixed_linear
+        else:
+            dispatch(layer, remove_weight)
 
-    setattr(CPUAttentionBackend, _MARK, original)
+    setattr(CPUAttentionBackend, _MARK, attention)
     CPUAttentionBackend.get_impl_cls = staticmethod(get_impl_cls)  # type: ignore[method-assign]
+    utils.dispatch_cpu_unquantized_gemm = choose_product
+
+
+def _is_asked_for() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none()
+    settings = current and current.additional_config
+    return isinstance(settings, dict) and bool(settings.get(ALIGNED))
 
 
 def _implementation() -> type[Any]:

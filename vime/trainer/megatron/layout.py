@@ -27,14 +27,3 @@ def layout_of(of: ModelSettings, settings: MegatronSettings, device_type: str, *
         is_fixed=aligned and device_type == "cpu",
         padded=not layers.uses_varlen_kernel(device_type, settings.dtype, of.transformer["kv_channels"]),
     )
-
-
-def align_matmuls(device_type: str) -> None:
-    """Have matrix products in this process summed as in vLLM's batch-invariant mode: cuBLASLt, without splitting sums.
-
-    On a CPU the two are alike as they are.
-    """
-    if device_type == "cuda":
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        # Neither sums in less than float32 nor in parts that are added up later.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vime.models.memory import HEAD_BLOCK_BYTES
+from vime.trainer.megatron.aligned import times
 from vime.trainer.megatron.compiled import compiled
 from vime.trainer.megatron.support import MicroSupport
 
@@ -84,7 +85,7 @@ class _LogitsOf:
     """The token that the first row of `weight` stands for."""
 
     def __call__(self, positions: slice) -> Tensor:
-        logits = self.hidden[positions] @ self.weight.t()
+        logits = times(self.hidden[positions], self.weight)
         return logits if self.support is None else self.support.narrowed(logits, positions, self.first)
 
 
