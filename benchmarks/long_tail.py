@@ -4,7 +4,7 @@
 
 A reward waits, as a tool or a judge elsewhere would: most of them for a moment, a few for many times as long (Pareto,
 shape 1.2, at least 0.25 s, at most 12 s; drawn from the sample's number, so the same in every run). The engine is a
-real one with a tiny model, busy while it has a request; every response has the same length, and it takes eight requests
+real one with a tiny model, busy while it has a request; every response has the same length, and it takes two requests
 at a time, as one short of memory would, so that generation takes longer than training. A hook of the trainer waits
 before each step, so that training takes its time without the machine's cores, which the engine needs. With --stub the
 engine is the tests' stub, which takes a fixed time for a token and next to none of the cores: then the figures are of
@@ -41,8 +41,8 @@ from vime.protocols import RolloutContext, TrainerContext  # noqa: E402
 from vime.types import Sample  # noqa: E402
 
 PROMPTS, SAMPLES, PROMPT_LEN = 8, 4, 16
-RESPONSE_LEN, STUB_RESPONSE_LEN, STUB_TOKEN_S = 512, 16, 0.35
-MAX_NUM_SEQS = 8
+RESPONSE_LEN, STUB_RESPONSE_LEN, STUB_TOKEN_S = 256, 16, 0.35
+MAX_NUM_SEQS = 2
 SHAPE, LEAST_S, MOST_S = 1.2, 0.25, 12.0
 MAX_STALENESS = 4
 WARM_UP_STEPS = 2

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -117,6 +118,25 @@ def test_real_engines_are_killed_one_after_the_other(
     assert total(tmp_path, "rollout/engine_restarts") == 2
     if program == "train.py":
         assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows), "float32 on both sides"
+    assert run.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_real_engine_runs_out_of_memory(
+    start_train: Callable[..., subprocess.Popen[str]], grpo_flags: list[str], tmp_path: Path
+) -> None:
+    """It may take no more than it has: its next allocation fails, whatever it is at."""
+    fixed = ("--run-dir", str(tmp_path), "--skip-eval-before-train", "--num-rollout", "30")
+    run = Running(start_train(*grpo_flags, *fixed, "--rollout-health-check-timeout", "30"))
+    run.wait_for("rollout  1/30")
+    engine = run.find("vime.engine.vllm.launch")
+    has = engine.memory_info().vms
+    engine.rlimit(psutil.RLIMIT_AS, (has, has))
+    run.wait_for("serves again")
+    assert run.end() == 0, run.output
+    assert run.output.count("engine 0 serves again") == 1
+    rows = check_rows(tmp_path, 30)
+    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in rows), "float32 on both sides"
     assert run.left_behind() == []
 
 

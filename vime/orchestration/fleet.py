@@ -98,6 +98,8 @@ class Fleet(ABC):
             self._is_sick,
             lambda number, cause: self._keepers[number].condemn(cause),
             lambda number: self._keepers[number].wait_ended(),
+            # Twice, for the questions that are asked meanwhile.
+            notice_s=2 * (fault.rollout_health_check_timeout + fault.rollout_health_check_interval),
         )
         policy = RestartPolicy.of(fault)
         router = Keeper(

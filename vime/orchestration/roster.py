@@ -34,6 +34,7 @@ class Roster:
         is_sick: whether an engine that failed in a call is to be ended and restarted for it.
         condemn: tells its keeper so, with the cause.
         wait_ended: returns when nothing is left of an engine that failed.
+        notice_s: within so many seconds one that serves no longer is found out.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Roster:
         is_sick: Callable[[int, BaseException], bool],
         condemn: Callable[[int, str], None] = lambda number, cause: None,
         wait_ended: Callable[[int], None] = lambda number: None,
+        notice_s: float = 0.0,
     ) -> None:
+        self.notice_s = notice_s
         self._changed = threading.Condition()
         self._states = [EngineState.SERVING] * num_engines
         self._num_ends = [0] * num_engines

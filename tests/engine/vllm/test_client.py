@@ -123,8 +123,8 @@ def test_retries_end() -> None:
 class FakeOutages:
     """A restart that takes until it was asked about so often; or that never succeeds."""
 
-    def __init__(self, num_questions: int, failure: Exception | None = None) -> None:
-        self.num_questions, self.failure = num_questions, failure
+    def __init__(self, num_questions: int, failure: Exception | None = None, notice_s: float = 0.0) -> None:
+        self.num_questions, self.failure, self.notice_s = num_questions, failure, notice_s
 
     def check(self) -> None:
         if self.failure is not None:
@@ -169,6 +169,25 @@ def test_what_the_router_says_of_an_engine_that_died_is_tried_again_where_engine
         return await client.generate(REQUEST)
 
     assert run(handler, body)[0].token_ids == (5,)
+
+
+def test_a_request_waits_until_an_engine_that_is_no_longer_fit_is_found_out() -> None:
+    statuses = [503] * 20 + [200]
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER, status=statuses.pop(0))
+
+    async def body(client: RouterClient, notice_s: float) -> Any:
+        client.outages = FakeOutages(0, notice_s=notice_s)
+        return await client.generate(REQUEST)
+
+    assert run(handler, lambda client: body(client, 60))[0].token_ids == (5,)
+    statuses[:] = [503] * 20
+    with pytest.raises(EngineError, match="failed 6 times, last with status 503"):
+        run(handler, lambda client: body(client, 0))
+    statuses[:] = [500] * 20
+    with pytest.raises(EngineError, match="failed 6 times, last with status 500"):
+        run(handler, lambda client: body(client, 60))
 
 
 def test_a_run_that_cannot_go_on_keeps_no_request_waiting() -> None:

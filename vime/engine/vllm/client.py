@@ -164,7 +164,7 @@ class RouterClient:
             if not attempts.may_pass(response.status):
                 raise EngineError(f"{url} answered {response.status}: {text}")
             self.counters["unavailable_answers"] += 1
-            await attempts.failed(f"status {response.status}: {text}")
+            await attempts.failed(f"status {response.status}: {text}", response.status)
 
 
 def _cancel_all_tasks() -> None:
