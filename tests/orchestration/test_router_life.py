@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,35 @@ def test_a_router_that_cannot_be_watched_has_failed() -> None:
         def until_failure(self, **limits: Any) -> str:
             raise FileNotFoundError("router.log")
 
+        def memory_bytes(self) -> int:
+            return 10**12
+
     router: Any = Router()
-    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig())
+    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig(rollout_router_memory_limit_bytes=0))
     causes = [life.failure() for _ in range(2)]
     assert causes[-1] == "it cannot be watched: FileNotFoundError('router.log')"
+
+
+def test_a_router_that_takes_too_much_memory_has_failed() -> None:
+    ended = threading.Event()
+
+    class Router:
+        size = 3 << 20
+
+        def until_failure(self, **limits: Any) -> str:
+            ended.wait(60)
+            return "its process ended"
+
+        def memory_bytes(self) -> int:
+            return self.size
+
+    router: Any = Router()
+    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig(rollout_router_memory_limit_bytes=4 << 20))
+    assert life.failure() is None
+    router.size = 5 << 20
+    cause = life.failure()
+    ended.set()
+    assert cause == "it takes 0.00 GiB (--rollout-router-memory-limit-bytes 4194304)"
 
 
 def test_a_router_that_begins_to_start_when_the_run_ends_does_not_stay() -> None:

@@ -21,6 +21,9 @@ class FaultConfig:
     rollout_health_check_first_wait: float = setting(
         0.0, "seconds after an engine's start in which being mute does not count"
     )
+    rollout_router_memory_limit_bytes: int = setting(
+        4 * 2**30, "a router that takes more is started again; its requests are sent again; 0: no limit"
+    )
     rollout_max_restarts: int = setting(
         5, "restarts of one engine, or of the router, in --rollout-restart-window-s; the next failure ends the run"
     )

@@ -88,6 +88,7 @@ MINIMA: Mapping[str, float] = {
     "train.stop_window": 1,
     "log.trace_max_mib": 1,
     "fault.rollout_health_check_first_wait": 0,
+    "fault.rollout_router_memory_limit_bytes": 0,
     "fault.rollout_max_restarts": 0,
     "fault.rollout_restart_backoff_s": 0,
 }

@@ -47,7 +47,14 @@ class RouterLife:
             )
             self._watching.start()
         self._watching.join(_SLICE_S)
-        return self._failures[0] if self._failures else None
+        return self._failures[0] if self._failures else self._too_large()
+
+    def _too_large(self) -> str | None:
+        """Its cache-aware policy keeps a tree of prompts, from which vllm-router 0.1.17 frees nothing."""
+        limit, size = self._fault.rollout_router_memory_limit_bytes, self._front.router.memory_bytes()
+        if not 0 < limit < size:
+            return None
+        return f"it takes {size / 2**30:.2f} GiB (--rollout-router-memory-limit-bytes {limit})"
 
     def _watch(self, router: RouterProcess, failures: list[str]) -> None:
         try:

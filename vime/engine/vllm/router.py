@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from vime.engine.vllm.health import until_failure
 from vime.engine.vllm.middleware import is_authorized
@@ -112,6 +113,13 @@ class RouterProcess:
     def pid(self) -> int | None:
         """Process id, None before the start."""
         return self._process.pid if self._process else None
+
+    def memory_bytes(self) -> int:
+        """What the process has in memory; 0 if there is none."""
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss) if self.pid else 0
+        except psutil.NoSuchProcess:
+            return 0
 
     def start(self) -> None:
         """Start the process. Raises: EngineError if it was already started."""
