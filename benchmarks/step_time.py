@@ -234,6 +234,7 @@ def parse(words: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell has its background jobs ignore it
     parser, options = parse(sys.argv[1:])
     config = json.loads(options.config.read_text(encoding="utf-8"))
     if options.num_layers:
