@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.workload import add_shape, prompt_ids, prompt_text  # noqa: E402
+from vime.engine.vllm.processes import free_port  # noqa: E402
 
 GIB = 1 << 30
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -235,9 +235,8 @@ def whole_steps(options: argparse.Namespace, name: str) -> dict[str, Any]:
 def child(task: str, options: argparse.Namespace) -> bool:
     """Run this file for one part, at most --timeout seconds long; whether it ended by itself."""
     command = [sys.executable, *sys.argv, "--child", task]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    defaults["MASTER_PORT"] = str(free_port())
     environment = {**defaults, **os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     try:
         return subprocess.run(command, env=environment, timeout=options.timeout, check=False).returncode == 0

@@ -22,10 +22,10 @@ def test_a_router_that_cannot_be_watched_has_failed() -> None:
             raise FileNotFoundError("router.log")
 
         def memory_bytes(self) -> int:
-            return 10**12
+            return 0
 
     router: Any = Router()
-    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig(rollout_router_memory_limit_bytes=0))
+    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig())
     causes = [life.failure() for _ in range(2)]
     assert causes[-1] == "it cannot be watched: FileNotFoundError('router.log')"
 

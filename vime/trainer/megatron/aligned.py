@@ -1,4 +1,4 @@
-"""--aligned in the trainer: matrix products summed as engines sum them then."""
+"""--aligned in the trainer: it computes as engines do then. A process does so, or does not, with all of its models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _MARK = "__vime_aligned__"
 _fixed = False
 
 
-def align_matmuls(device_type: str, *, aligned: bool) -> None:
-    """Have this process multiply as aligned engines do, or as ever.
+def align(device_type: str, *, aligned: bool) -> None:
+    """Have this process compute as aligned engines do, or as ever.
 
-    On a CPU linear layers and the head become `vime.algo.fixed_linear`, unless ranks share them. On CUDA products go
-    through cuBLASLt, without splitting sums, as in vLLM's batch-invariant mode, for the rest of the process.
+    On a CPU attention becomes `vime.algo.fixed_attention`, and linear layers and the head `vime.algo.fixed_linear`
+    unless ranks share them. On CUDA products go through cuBLASLt, without splitting sums, as in vLLM's batch-invariant
+    mode, for the rest of the process.
     """
     global _fixed
     _fixed = aligned and device_type == "cpu"
@@ -29,6 +30,11 @@ def align_matmuls(device_type: str, *, aligned: bool) -> None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
         # Neither sums in less than float32 nor in parts that are added up later.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+def is_fixed() -> bool:
+    """Whether sums are over a fixed number of terms: --aligned on a CPU."""
+    return _fixed
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class CriticTrainer:
         own = critic_settings(config, model, device_type=platform.device_type, world_size=world_size)
         process.join(config, platform, own, rank=rank, world_size=world_size, init_method=init_method)
         try:
-            layout = layout_of(model, own, platform.device_type, aligned=config.train.aligned)
+            layout = layout_of(model, own, platform.device_type)
             self._critic = Critic(config, source, model, family.name_map(model), own, layout, total_steps=total_steps)
         except BaseException:
             parallel.stop()

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from vime.algo.fixed_attention import fixed_attention
+from vime.trainer.megatron.aligned import is_fixed
 from vime.trainer.megatron.experts import is_moe_layer, moe_spec
 from vime.trainer.megatron.heads import PackedSelfAttention
 from vime.trainer.megatron.norms import RMSNorm
@@ -83,7 +84,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             # One collective for both. Its backward sums each rank's gradients by the keys and values it has.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
             key, value = both.chunk(2, -1)
-        if packed.is_fixed:
+        if is_fixed():
             out = _fixed(query, key, value, packed, self.softmax_scale)
         elif packed.place is None:
             out = _varlen(query, key, value, packed, self.softmax_scale)

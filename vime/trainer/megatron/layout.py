@@ -10,11 +10,8 @@ from vime.trainer.megatron.packing import Layout
 from vime.trainer.megatron.settings import MegatronSettings
 
 
-def layout_of(of: ModelSettings, settings: MegatronSettings, device_type: str, *, aligned: bool = False) -> Layout:
-    """What the models of a run need of their micro-batches. The process groups must exist.
-
-    Args: aligned: the trainer computes as engines do with --aligned.
-    """
+def layout_of(of: ModelSettings, settings: MegatronSettings, device_type: str) -> Layout:
+    """What the models of a run need of their micro-batches. The process groups must exist."""
     inv_freq, rope_factor = rope.inverse_frequencies(of, torch.device(torch.cuda.current_device()))
     return Layout(
         inv_freq=inv_freq,
@@ -24,6 +21,5 @@ def layout_of(of: ModelSettings, settings: MegatronSettings, device_type: str, *
         multiple=parallel.tp_size() if settings.sizes.sequence_parallel else 1,
         group=settings.sizes.stages.micro_batch_multiple,
         dtype=settings.dtype,
-        is_fixed=aligned and device_type == "cpu",
         padded=not layers.uses_varlen_kernel(device_type, settings.dtype, of.transformer["kv_channels"]),
     )

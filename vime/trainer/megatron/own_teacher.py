@@ -53,7 +53,7 @@ class OwnTeacher:
             )
         except ConfigError as error:
             raise ConfigError([f"{_FLAG} {folder}: {problem}" for problem in error.problems]) from error
-        self._layout = layout_of(self._model, self._settings, device_type, aligned=config.train.aligned)
+        self._layout = layout_of(self._model, self._settings, device_type)
         build = partial(model.PolicyModel, self._model, self._settings, chunk_size=config.train.log_probs_chunk_size)
         self._chunks, self._forward = model.build_chunks(self._settings, lambda chunk: build(chunk=chunk))
         hf_io.load_hf(self._chunks, folder, family.name_map(self._model), self._model)

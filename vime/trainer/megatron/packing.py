@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from vime.support import SamplingSupport
+from vime.trainer.megatron.aligned import is_fixed
 from vime.trainer.megatron.context_parallel import Split, gathered_places, local_positions, split_blocks, split_packed
 from vime.trainer.megatron.routing_replay import MicroRouting, RoutingPass
 from vime.trainer.megatron.support import MicroSupport
@@ -47,8 +48,6 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     place: Tensor | None = None
     """[T of all ranks] int64: where each key lies in the padded layout. None where attention works on packed sequences.
     """
-    is_fixed: bool = False
-    """Attention is `vime.algo.fixed_attention`, sequence by sequence."""
     split: Split | None = None
     """Context parallel: which queries are this rank's."""
     cos: Tensor = None  # type: ignore[assignment]
@@ -75,8 +74,6 @@ class Layout:
     """The model's."""
     padded: bool
     """Lay out padded blocks, for attention kernels that cannot take packed sequences."""
-    is_fixed: bool = False
-    """Attention is `vime.algo.fixed_attention` (--aligned on a CPU)."""
     rope_factor: float = 1.0
     """What cosine and sine are multiplied by."""
     cp_rank: int = 0
@@ -189,9 +186,8 @@ def _padded_lengths(
 
 def _lay_out_attention(packed: Packed, lengths: npt.NDArray[np.int64], layout: Layout) -> None:
     """What the attention kernel in use needs to know of the sequences."""
-    packed.is_fixed = layout.is_fixed
-    if layout.is_fixed:
-        return
+    if is_fixed():
+        return  # nothing: it goes sequence by sequence
     rank, size, device = layout.cp_rank, layout.cp_size, layout.inv_freq.device
     if not layout.padded:
         packed.split = split_packed(lengths, rank, size, device) if size > 1 else None

@@ -9,7 +9,7 @@ import torch
 from vime.config import Config
 from vime.platform.base import Platform
 from vime.trainer.megatron import cpu_shims, fixes, parallel
-from vime.trainer.megatron.aligned import align_matmuls
+from vime.trainer.megatron.aligned import align
 from vime.trainer.megatron.settings import MegatronSettings
 
 
@@ -20,7 +20,7 @@ def prepare(config: Config, platform: Platform, rank: int) -> None:
     fixes.apply()
     if platform.device_type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    align_matmuls(platform.device_type, aligned=config.train.aligned)
+    align(platform.device_type, aligned=config.train.aligned)
 
 
 def join(

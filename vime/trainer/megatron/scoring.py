@@ -65,7 +65,7 @@ class Scorer:
             hf_io.load_hf(self._chunks, folder, family.name_map(self._model), self._model)
             for module in self._wrapped:
                 module.requires_grad_(False).eval()
-            self._layout = layout_of(self._model, self._settings, platform.device_type, aligned=config.train.aligned)
+            self._layout = layout_of(self._model, self._settings, platform.device_type)
             self._routers = routers_of(self._chunks, self._settings)
             self._device = next(self._chunks[0].parameters()).device
         except BaseException:

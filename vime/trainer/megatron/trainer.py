@@ -117,7 +117,7 @@ class MegatronTrainer:
             self._settings.dtype,
             device_type=device_type,
         )
-        self._layout = layout_of(self._model, self._settings, device_type, aligned=train.aligned)
+        self._layout = layout_of(self._model, self._settings, device_type)
         self._critic = self._build_critic(total_steps)
         self._training = RolloutTraining(
             self._config,
