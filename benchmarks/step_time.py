@@ -88,11 +88,13 @@ class Child:
 
 
 def prepare(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> dict[str, float]:
-    """Write the model; the arithmetic limit."""
-    from benchmarks.train_step import matmul_tflops
+    """Write the model; the arithmetic limits."""
+    from benchmarks.train_step import matmul_tflops, sustained_matmul_tflops
 
     write_model(folder / "model", config, options.platform)
-    return {"matmul_tflops": matmul_tflops() if options.platform == "cuda" else 1.0}
+    if options.platform != "cuda":
+        return {"matmul_tflops": 1.0}
+    return {"matmul_tflops": matmul_tflops(), "matmul_sustained_tflops": sustained_matmul_tflops()}
 
 
 def raw_vllm(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:

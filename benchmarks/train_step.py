@@ -55,6 +55,20 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / best / 1e12
 
 
+def sustained_matmul_tflops(for_s: float = 4.0) -> float:
+    """The same products back to back, in the second half of some seconds: as fast as the power limit lets them be."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def some() -> None:
+        for _ in range(20):
+            a @ b
+
+    begin, times = time.perf_counter(), []
+    while (past := time.perf_counter() - begin) < for_s:
+        times.append((past, seconds(some)))
+    return 2 * 8192**3 * 20 / statistics.median(took for past, took in times if past > for_s / 2) / 1e12
+
+
 def batch_of(samples: int, length: int, prompt: int, micro_batch_size: int, vocab_size: int) -> TrainBatch:
     """`samples` sequences of `length` random tokens; those after the prompt are trained on."""
     g = np.random.default_rng(0)
@@ -115,12 +129,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         arguments.samples, arguments.length, arguments.prompt, arguments.micro_batch_size, model.vocab_size
     )
     metrics: list[dict[str, float]] = []
-    steps = [seconds(lambda: metrics.append(trainer.train(batch))) for _ in range(WARM_UP_STEPS + STEPS)]
+    steps = [seconds(lambda: metrics.append(trainer.train(batch))) for _ in range(WARM_UP_STEPS + arguments.steps)]
     steps = steps[WARM_UP_STEPS:]
     if arguments.profile:
         write_profile(arguments.profile, lambda: trainer.train(batch))
     forwards = [seconds(lambda: trainer.log_probs(batch)) for _ in range(2 + STEPS)][2:]
     trainer.close()
+    sustained = sustained_matmul_tflops()
     step, forward = statistics.median(steps), statistics.median(forwards)
     flops = forward_flops(model, [arguments.length] * arguments.samples, int(batch.loss_mask.sum()))
     return {
@@ -137,6 +152,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokens_per_s": len(batch.tokens) / step,
         "tflops": 3 * flops / step / 1e12,
         "matmul_tflops": ceiling,
+        "matmul_sustained_tflops": sustained,
         "mfu": 3 * flops / step / 1e12 / ceiling,
         "peak_gib": max(m["memory/trainer_device_peak_bytes"] for m in metrics) / GIB,
         "loss": [m["train/loss"] for m in metrics],
@@ -154,6 +170,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1280, help="tokens of a sample (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=256, help="of these, not trained on (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed (default: %(default)s)")
     parser.add_argument("--megatron", default="{}", help="Megatron settings by field name, as JSON")
     parser.add_argument("--profile", type=Path, help="write a table of one step's kernels and operators to this file")
     parser.add_argument("--out", type=Path, help="append the line to this file")

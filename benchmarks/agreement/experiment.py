@@ -17,9 +17,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -50,20 +51,32 @@ _GRPO = (
 )
 
 
-def train(name: str, flags: Sequence[str], out: Path, device: str, *, steps: int, limit_s: float) -> bool:
-    """Run train.py on one device. Returns: whether the run is complete, this time or an earlier one."""
+def train(
+    name: str,
+    flags: Sequence[str],
+    out: Path,
+    device: str,
+    *,
+    steps: int,
+    limit_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> bool:
+    """Run train.py on one device. Returns: whether the run is complete, this time or an earlier one.
+
+    Args: flags: all but --num-rollout and --run-dir. environment: added to this process's.
+    """
     folder = out / name
     if done(folder) >= steps:
         return True
-    command = [sys.executable, "train.py", *_TRAINER.split(), *flags, "--num-rollout", str(steps)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [sys.executable, "train.py", *flags, "--num-rollout", str(steps)]
+    devices = {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     begin = time.monotonic()
     with (out / f"{name}.log").open("w", encoding="utf-8") as log:
         try:
             code: int | str = subprocess.run(
                 [*command, "--run-dir", str(folder)],
                 cwd=ROOT,
-                env=environment,
+                env={**os.environ, **devices, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=limit_s,
@@ -100,7 +113,15 @@ def main() -> int:
     names = run_names(given.seeds)
     if given.stage in (None, "grpo") and complete:
         slots = [device for _ in range(given.at_a_time) for device in given.devices]
-        flags = [*_GRPO.split(), "--prompt-data", str(data), "--eval-prompt-data", "heldout", str(heldout)]
+        flags = [
+            *_TRAINER.split(),
+            *_GRPO.split(),
+            "--prompt-data",
+            str(data),
+            "--eval-prompt-data",
+            "heldout",
+            str(heldout),
+        ]
 
         def one(number: int) -> bool:
             name, model, own = names[number]
@@ -127,7 +148,7 @@ def warm(out: Path, data: Path, devices: Sequence[str], steps: int, limit_s: flo
             subprocess.run(
                 [sys.executable, "-m", "vime.cli.main", "init-model", str(folder), *shape], cwd=ROOT, check=True
             )
-        flags = [*_WARM.split(), "--hf-checkpoint", str(folder), "--prompt-data", str(data)]
+        flags = [*_TRAINER.split(), *_WARM.split(), "--hf-checkpoint", str(folder), "--prompt-data", str(data)]
         flags += ["--save-hf", str(out / f"{model}_warm")]
         device = devices[number % len(devices)]
         return train(f"{model}_warmup", flags, out, device, steps=steps, limit_s=limit_s)
