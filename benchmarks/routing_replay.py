@@ -69,7 +69,7 @@ def seconds(work: Callable[[], object]) -> float:
 def own_choice(trainer: Any, batch: TrainBatch) -> RoutedExperts:
     """The experts that the trainer's own routers choose for each token but a sample's last, as an engine gives them."""
     from vime.trainer.megatron import forward
-    from vime.trainer.megatron.routing_replay import RolloutRouting
+    from vime.trainer.megatron.batches.routing_replay import RolloutRouting
 
     routers = trainer._routers
     routing = RolloutRouting(routers, batch, records=True)

@@ -26,9 +26,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vime.trainer.megatron import aligned
-from vime.trainer.megatron.heads import fused_heads
-from vime.trainer.megatron.norms import rms_norm
-from vime.trainer.megatron.rope import apply_rope
+from vime.trainer.megatron.nn.heads import fused_heads
+from vime.trainer.megatron.nn.norms import rms_norm
+from vime.trainer.megatron.nn.rope import apply_rope
 
 Pair = tuple[str, Tensor, Tensor]
 _ROWS, _EPS = 512, 1e-6

@@ -186,7 +186,7 @@ def test_the_trainer_agrees_layer_by_layer_and_in_its_routers(models: dict[str, 
 def test_a_trainer_with_a_wrong_tensor_is_caught_in_its_layer(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from vime.trainer.megatron import hf_io
+    from vime.trainer.megatron.weights import hf_io
 
     wrong = changed(models["now"], tmp_path / "wrong", lambda n, t: t.flip(0) if "layers.1.self_attn.v" in n else t)
     load = hf_io.load_hf

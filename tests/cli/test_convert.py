@@ -86,7 +86,7 @@ def test_what_is_there_is_not_written_over(tiny_qwen3: Path, tmp_path: Path) -> 
 _MEASURE = """
 import sys
 from pathlib import Path
-import vime.trainer.megatron.convert
+import vime.trainer.megatron.checkpoints.convert
 from vime.cli.convert import convert
 # Not getrusage, whose peak begins with that of the process that started this one.
 kib = lambda name: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

@@ -24,8 +24,8 @@ from vime.algo.policy_loss import clipped_loss
 from vime.algo.reduce import sequence_mean_weights, token_loss_weights, token_mean_weights, token_sum_weights
 from vime.algo.sequences import Sequences
 from vime.support import SamplingSupport
-from vime.trainer.megatron.log_probs import chunked_log_probs
-from vime.trainer.megatron.support import MicroSupport
+from vime.trainer.megatron.batches.support import MicroSupport
+from vime.trainer.megatron.losses.log_probs import chunked_log_probs
 
 KINDS_WITH_A_TEST_HERE = {
     "ppo_loss",

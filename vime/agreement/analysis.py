@@ -192,7 +192,7 @@ def _hf(folder: Path, dtype: str, device: str, max_tokens: int) -> HfModel:
 
 
 def _scorer(means: Means, folder: Path) -> Any:
-    from vime.trainer.megatron.lean_import import lean_import
+    from vime.trainer.megatron.patches.lean_import import lean_import
 
     with lean_import():
         from vime.trainer.megatron.scoring import Scorer

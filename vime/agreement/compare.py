@@ -164,10 +164,10 @@ def hf_folder(weights: SavedWeights, hf_checkpoint: Path | None) -> Iterator[Pat
         return
     assert hf_checkpoint is not None, "checked"
     from vime.loop.checkpoint import weights_of
-    from vime.trainer.megatron.lean_import import lean_import
+    from vime.trainer.megatron.patches.lean_import import lean_import
 
     with lean_import():
-        from vime.trainer.megatron.convert import to_hf
+        from vime.trainer.megatron.checkpoints.convert import to_hf
 
     with tempfile.TemporaryDirectory(prefix="vime_mismatch_") as scratch:
         trainer, _ = weights_of(weights.path, None)

@@ -91,10 +91,10 @@ def _write(
 ) -> str:
     import torch
 
-    from vime.trainer.megatron.lean_import import lean_import
+    from vime.trainer.megatron.patches.lean_import import lean_import
 
     with lean_import():
-        from vime.trainer.megatron import convert as convert_weights
+        from vime.trainer.megatron.checkpoints import convert as convert_weights
     wanted = None if dtype is None else getattr(torch, dtype)
     if is_hf:
         done = convert_weights.to_training(source, target / "trainer", dtype=wanted)
@@ -113,7 +113,7 @@ def _write(
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    from vime.trainer.megatron.hf_io import read_config
+    from vime.trainer.megatron.weights.hf_io import read_config
 
     return read_config(folder)
 

@@ -213,7 +213,7 @@ def _bytes(own: argparse.Namespace, name: str) -> int | None:
 
 def _read(words: Sequence[str]) -> tuple[Config, ModelSettings, str]:
     """The settings, the model and the dtype of the run. Raises: ConfigError with all that is wrong."""
-    from vime.trainer.megatron.limits import limits
+    from vime.trainer.megatron.patches.limits import limits
 
     parsed = parse(words, Catalogue())
     if parsed.problems:

@@ -152,7 +152,7 @@ def _facts(
 ) -> Facts:
     from vime.observability.metrics import name_problem
     from vime.rewards import REMOTE, REWARD_NAMES, REWARDS
-    from vime.trainer.megatron.limits import limits
+    from vime.trainer.megatron.patches.limits import limits
 
     has_experts = not shape or shape["num_moe_experts"] is not None
     limited = platform is not None and platform.device_type != "cpu" and config.cluster.ray_address is None

@@ -40,8 +40,8 @@ class Estimator:
     discounts: bool = False
     """--gamma has a meaning."""
     has_critic: bool = False
-    """The trainer has a critic, and makes advantages of its values (`vime.trainer.megatron.ppo`); `function` gives the
-    rewards that they are made of."""
+    """The trainer has a critic, and makes advantages of its values (`vime.trainer.megatron.losses.ppo`); `function`
+    gives the rewards that they are made of."""
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(

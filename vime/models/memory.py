@@ -272,7 +272,7 @@ def _moments(
 
 
 def head_bytes(model: ModelSettings, division: Division, training: Training) -> int:
-    """What log-probs and entropy take besides the hidden states they come from: see trainer/megatron/log_probs.py."""
+    """What log-probs and entropy take beside the hidden states they come from: trainer/megatron/losses/log_probs.py."""
     width = _WIDTH[training.dtype]
     hidden: int = model.transformer["hidden_size"]
     rows = padded_rows(model.vocab_size, division.tensor)

@@ -90,7 +90,7 @@ class RankWorker:
         )
 
     def _imported(self) -> Callable[..., Any]:
-        from vime.trainer.megatron.lean_import import lean_import
+        from vime.trainer.megatron.patches.lean_import import lean_import
 
         with lean_import():
             return self._trainer_class()

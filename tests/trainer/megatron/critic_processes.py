@@ -9,7 +9,7 @@ def serve(rank, world_size, pipe):
     import torch
 
     from vime.platform import get_platform
-    from vime.trainer.megatron.lean_import import lean_import
+    from vime.trainer.megatron.patches.lean_import import lean_import
 
     with lean_import():
         from vime.trainer.megatron.critic_trainer import CriticTrainer

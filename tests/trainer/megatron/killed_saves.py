@@ -14,10 +14,10 @@ from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import load_checkpoint, open_checkpoint
 from vime.loop.keeper import CheckpointKeeper
 from vime.platform import get_platform
-from vime.trainer.megatron.lean_import import lean_import
+from vime.trainer.megatron.patches.lean_import import lean_import
 
 with lean_import():
-    from vime.trainer.megatron import cpu_shims
+    from vime.trainer.megatron.patches import cpu_shims
     from vime.trainer.megatron.trainer import MegatronTrainer
 
 STEPS = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # Not at the top: the process that helps megatron-core to write a checkpoint reads this file again.
-    from vime.trainer.megatron.lean_import import lean_import
+    from vime.trainer.megatron.patches.lean_import import lean_import
 
     with lean_import():
         from tests.trainer.megatron.rank_cases import main

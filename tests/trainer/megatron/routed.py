@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vime.trainer.megatron import forward
-from vime.trainer.megatron.routing_replay import RolloutRouting
+from vime.trainer.megatron.batches.routing_replay import RolloutRouting
 from vime.types import RoutedExperts
 
 

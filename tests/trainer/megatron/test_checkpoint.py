@@ -15,7 +15,7 @@ from vime.errors import ConfigError, TrainingError
 from vime.loop.cadence import StopRule
 from vime.loop.checkpoint import load_checkpoint, open_checkpoint
 from vime.loop.checkpoint_writing import CheckpointWriting
-from vime.trainer.megatron.shard_file import ShardFile
+from vime.trainer.megatron.checkpoints.shard_file import ShardFile
 
 LENGTHS = [9, 4, 17, 6]
 SCHEDULE = TrainConfig(lr_decay_style="cosine", lr_warmup_iters=2, lr_decay_iters=10)
@@ -115,7 +115,7 @@ def test_code_in_a_checkpoint_is_not_run(model_folder, make_trainer, tmp_path):
 
 
 def test_a_save_that_fails_leaves_nothing_under_the_final_name(model_folder, make_trainer, tmp_path, monkeypatch):
-    from vime.trainer.megatron import checkpoint
+    from vime.trainer.megatron.checkpoints import checkpoint
 
     folder, _ = model_folder()
     trainer = make_trainer(folder)

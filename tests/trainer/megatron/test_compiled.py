@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vime
-from vime.trainer.megatron.compiled import compiled
+from vime.trainer.megatron.nn.compiled import compiled
 
 
 @compiled(0, 1)
@@ -27,7 +27,7 @@ def test_where_nothing_can_be_compiled_it_is_said():
     """In a process of its own: where the CPU shims are installed, the probe of the compiler is on the CPU."""
     code = """
 import torch
-from vime.trainer.megatron.compiled import compiler_works
+from vime.trainer.megatron.nn.compiled import compiler_works
 torch.compiler.set_stance = print
 print(compiler_works())
 """

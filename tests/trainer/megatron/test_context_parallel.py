@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from vime.trainer.megatron.context_parallel import gathered_places, local_positions, split_packed
-from vime.trainer.megatron.layers import _padded, _varlen
-from vime.trainer.megatron.packing import Layout, pack
+from vime.trainer.megatron.batches.context_parallel import gathered_places, local_positions, split_packed
+from vime.trainer.megatron.batches.packing import Layout, pack
+from vime.trainer.megatron.nn.layers import _padded, _varlen
 
 
 def layout(rank=0, size=1, *, multiple=1, padded=True, device="cpu", dtype=torch.float32):

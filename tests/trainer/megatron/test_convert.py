@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from tests.trainer.conftest import SMALL, write_model
 from vime.config import AlgoConfig, CheckpointConfig
 from vime.errors import ConfigError
-from vime.trainer.megatron import convert, hf_io
-from vime.trainer.megatron.stored_tensors import StoredTensors
+from vime.trainer.megatron.checkpoints import convert
+from vime.trainer.megatron.checkpoints.stored_tensors import StoredTensors
+from vime.trainer.megatron.weights import hf_io
 
 BARE = CheckpointConfig(no_save_optim=True, finetune=True)
 

@@ -15,8 +15,8 @@ import vime
 STEP = """
 import sys, warnings
 warnings.simplefilter("ignore")
-from vime.trainer.megatron import cpu_shims
-from vime.trainer.megatron.lean_import import lean_import
+from vime.trainer.megatron.patches import cpu_shims
+from vime.trainer.megatron.patches.lean_import import lean_import
 with lean_import():
     from vime.trainer.megatron.trainer import MegatronTrainer
 if sys.argv[1] != "none":
@@ -71,7 +71,7 @@ def test_transformers_loads_a_model_rightly_after_the_shims(model_folder):
     program = """
 import sys
 import vime.trainer.megatron.trainer  # torch's compiler is loaded by megatron-core, before the shims
-from vime.trainer.megatron import cpu_shims
+from vime.trainer.megatron.patches import cpu_shims
 cpu_shims.install()
 from transformers import AutoModelForCausalLM
 frequencies = AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.rotary_emb.inv_freq
@@ -85,7 +85,8 @@ assert frequencies[0] == 1 and (frequencies[1:] < frequencies[:-1]).all() and (f
 def test_the_experts_dispatcher_still_leaves_split_sizes_in_tensors_on_a_cpu():
     code = (
         "import torch; from megatron.core.transformer.moe import moe_utils, token_dispatcher as t; "
-        "from vime.trainer.megatron import cpu_shims, experts; two = torch.ones(2); "
+        "from vime.trainer.megatron.nn import experts; from vime.trainer.megatron.patches import cpu_shims; "
+        "two = torch.ones(2); "
         "print(type(t.maybe_move_tensor_to_cpu(two, as_numpy=True)).__name__); cpu_shims._split_sizes(); "
         "print(type(t.maybe_move_tensor_to_cpu(two, as_numpy=True)).__name__)"
     )
@@ -97,7 +98,7 @@ def test_the_experts_dispatcher_still_leaves_split_sizes_in_tensors_on_a_cpu():
 def test_torchs_compiler_can_be_loaded_after_the_shims():
     """vLLM does, in a process that has trained before; it keeps a rule for each of torch's functions."""
     code = """
-from vime.trainer.megatron import cpu_shims
+from vime.trainer.megatron.patches import cpu_shims
 cpu_shims.install()
 from torch._dynamo import trace_rules
 assert len(trace_rules.get_torch_obj_rule_map()) > 1000

@@ -6,7 +6,7 @@ import torch
 
 from vime.config import AlgoConfig, CheckpointConfig
 from vime.platform import get_platform
-from vime.trainer.megatron.host_weights import SWAP_BUFFER_BYTES
+from vime.trainer.megatron.weights.host_weights import SWAP_BUFFER_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = get_platform("cuda")

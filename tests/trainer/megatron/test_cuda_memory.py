@@ -12,10 +12,10 @@ from vime.models.activations import Recompute
 from vime.models.division import Division
 from vime.models.memory import GIB, Training, default_chunk_size, estimate
 from vime.platform import get_platform
-from vime.trainer.megatron import hf_io
-from vime.trainer.megatron.host_optimizer import HostOptimizer
-from vime.trainer.megatron.layers import take_rows
-from vime.trainer.megatron.log_probs import chunked_log_probs
+from vime.trainer.megatron.losses.log_probs import chunked_log_probs
+from vime.trainer.megatron.nn.layers import take_rows
+from vime.trainer.megatron.optimizers.host_optimizer import HostOptimizer
+from vime.trainer.megatron.weights import hf_io
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = get_platform("cuda")

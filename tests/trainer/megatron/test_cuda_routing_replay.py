@@ -10,7 +10,7 @@ from tests.trainer.megatron.routed import own_experts
 from tests.trainer.megatron.routed_experts import random_experts
 from vime.config import TrainConfig
 from vime.platform import get_platform
-from vime.trainer.megatron.routing_replay import Routers, RoutingPass, Tally
+from vime.trainer.megatron.batches.routing_replay import Routers, RoutingPass, Tally
 from vime.types import RoutedExperts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

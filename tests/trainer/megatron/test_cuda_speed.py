@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from vime.config import AlgoConfig
 from vime.platform import get_platform
-from vime.trainer.megatron import compiled
+from vime.trainer.megatron.nn import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = get_platform("cuda")

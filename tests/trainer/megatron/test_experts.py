@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vime.trainer.megatron import cpu_shims
-from vime.trainer.megatron.experts import Groups, StackedExperts, grouped_linear, uses_grouped_kernel
+from vime.trainer.megatron.nn.experts import Groups, StackedExperts, grouped_linear, uses_grouped_kernel
+from vime.trainer.megatron.patches import cpu_shims
 
 HIDDEN, WIDTH = 16, 24
 COUNTS = {

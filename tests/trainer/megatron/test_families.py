@@ -13,7 +13,7 @@ from tests.families import KINDS
 from vime.cli.tiny_model import add_mtp_layers
 from vime.config import AlgoConfig, RolloutConfig
 from vime.errors import ConfigError
-from vime.trainer.megatron import shards
+from vime.trainer.megatron.weights import shards
 
 LENGTHS = [9, 4, 37, 6, 5, 12, 8, 7]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from vime.trainer.megatron import fixes, gathered_state
+from vime.trainer.megatron.checkpoints import gathered_state
+from vime.trainer.megatron.patches import fixes
 
 
 def test_moe_utils_still_leaves_a_name_unbound():

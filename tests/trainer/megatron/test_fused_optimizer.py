@@ -9,8 +9,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from vime.platform import get_platform
-from vime.trainer.megatron import cpu_shims, fused_optimizer
-from vime.trainer.megatron.model import single_optimizers
+from vime.trainer.megatron.nn.model import single_optimizers
+from vime.trainer.megatron.optimizers import fused_optimizer
+from vime.trainer.megatron.patches import cpu_shims
 
 LENGTHS = [9, 4, 17, 6]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from vime.trainer.megatron.fixes import _places_without_padding
-from vime.trainer.megatron.gathered_state import KEYS, own_tensors, world_tensors
+from vime.trainer.megatron.checkpoints.gathered_state import KEYS, own_tensors, world_tensors
+from vime.trainer.megatron.patches.fixes import _places_without_padding
 
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vime.trainer.megatron import heads
-from vime.trainer.megatron.rope import apply_rope
+from vime.trainer.megatron.nn import heads
+from vime.trainer.megatron.nn.rope import apply_rope
 
 TOKENS, GROUPS, WIDTH, EPS = 13, 2, 16, 1e-6
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

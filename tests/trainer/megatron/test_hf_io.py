@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vime.errors import ConfigError
-from vime.trainer.megatron import hf_io
+from vime.trainer.megatron.weights import hf_io
 
 
 def assert_same_checkpoint(a, b):

@@ -61,7 +61,7 @@ def test_every_hook_of_the_trainer_is_called_in_its_turn(model_folder, make_trai
     after = weights_of(trainer)
     same = {name for name in after if torch.equal(before[name], after[name])}
     assert same == {name for name in after if "embed_tokens" in name}
-    with pytest.raises(HookError, match=r"provider_of_a_layer returned Linear.* a vime\.trainer\.megatron\.model"):
+    with pytest.raises(HookError, match=r"provider_of_a_layer returned Linear.* a vime\.trainer\.megatron\.nn\.model"):
         make_trainer(folder, **paths(custom_model_provider_path="provider_of_a_layer"))
 
 

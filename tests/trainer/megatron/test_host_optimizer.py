@@ -9,7 +9,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 from vime.config import AlgoConfig, CheckpointConfig
 from vime.errors import ConfigError, TrainingError
-from vime.trainer.megatron.host_optimizer import HostOptimizer, _NotYetBuilt, host_buffers
+from vime.trainer.megatron.optimizers.host_optimizer import HostOptimizer, _NotYetBuilt, host_buffers
 
 HOST = {"optimizer_cpu_offload": True}
 LENGTHS = [9, 4, 12, 6]

@@ -9,8 +9,8 @@ import torch
 
 from tests.trainer.megatron.test_trainer import LENGTHS
 from vime.config import AlgoConfig, CheckpointConfig
-from vime.trainer.megatron import host_weights
-from vime.trainer.megatron.host_weights import HostWeights
+from vime.trainer.megatron.weights import host_weights
+from vime.trainer.megatron.weights.host_weights import HostWeights
 
 KL = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1)
 

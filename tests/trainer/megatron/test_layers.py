@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from vime.trainer.megatron.layers import RMSNorm, _padded, _varlen, pad_rows, take_rows
-from vime.trainer.megatron.packing import Layout, pack
-from vime.trainer.megatron.rope import apply_rope
+from vime.trainer.megatron.batches.packing import Layout, pack
+from vime.trainer.megatron.nn.layers import RMSNorm, _padded, _varlen, pad_rows, take_rows
+from vime.trainer.megatron.nn.rope import apply_rope
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (4, 1)])

@@ -14,7 +14,7 @@ import vime
 PROGRAM = """
 import importlib.util, sys, torch
 compiler = torch.compile
-from vime.trainer.megatron.lean_import import lean_import
+from vime.trainer.megatron.patches.lean_import import lean_import
 with lean_import():
     import vime.trainer.megatron.trainer
 heavy = [name for name in ("wandb", "torch._inductor.compile_fx") if name in sys.modules]

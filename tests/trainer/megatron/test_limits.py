@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.families import KINDS
 from vime.cli.megatron_flags import CHECKPOINT_ONLY, TRAINER_ONLY, megatron_flags
 from vime.models import family_of
-from vime.trainer.megatron.limits import EXPERTS, FIXED, ON_DEVICE, ON_HOST
+from vime.trainer.megatron.patches.limits import EXPERTS, FIXED, ON_DEVICE, ON_HOST
 
 # Settings that change what is done, and where that is shown.
 PROVEN = {

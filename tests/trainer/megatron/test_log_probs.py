@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.trainer.megatron.peak_memory import PeakMemory
 from vime.models.memory import GIB, default_chunk_size
 from vime.support import SamplingSupport
-from vime.trainer.megatron.log_probs import chunked_log_probs
-from vime.trainer.megatron.rows import take_rows
-from vime.trainer.megatron.support import MicroSupport
+from vime.trainer.megatron.batches.support import MicroSupport
+from vime.trainer.megatron.losses.log_probs import chunked_log_probs
+from vime.trainer.megatron.nn.rows import take_rows
 
 
 def direct(hidden, weight, targets, temperature):

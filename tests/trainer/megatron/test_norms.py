@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vime.trainer.megatron.norms import rms_norm
+from vime.trainer.megatron.nn.norms import rms_norm
 
 
 def both(shape, dtype, device="cpu"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vime.config import AlgoConfig
-from vime.trainer.megatron.offload import DeviceParts, HostArena, Offloader
+from vime.trainer.megatron.optimizers.offload import DeviceParts, HostArena, Offloader
 
 
 def test_views_keep_their_values_and_the_memory_is_freed_meanwhile():

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from vime.trainer.megatron.outgoing import send_buckets
+from vime.trainer.megatron.weights.outgoing import send_buckets
 from vime.weight_sync.layout import lay_out
 from vime.wire import BucketMessage, aligned
 

@@ -6,10 +6,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import Range
 
 from vime.errors import TrainingError
-from vime.trainer.megatron import checkpoint, stored_tensors
-from vime.trainer.megatron.gathered_state import KEYS
-from vime.trainer.megatron.own_state import OwnState, merged_in_place
-from vime.trainer.megatron.stored_tensors import StoredTensors
+from vime.trainer.megatron.checkpoints import checkpoint, stored_tensors
+from vime.trainer.megatron.checkpoints.gathered_state import KEYS
+from vime.trainer.megatron.checkpoints.own_state import OwnState, merged_in_place
+from vime.trainer.megatron.checkpoints.stored_tensors import StoredTensors
 
 PIECE = 97
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vime.trainer.megatron.packing import Layout, pack
+from vime.trainer.megatron.batches.packing import Layout, pack
 
 LAYOUT = Layout(inv_freq=torch.tensor([1.0, 0.1]), dtype=torch.float32, padded=True)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from vime.errors import ConfigError
-from vime.trainer.megatron import plain_pickles
-from vime.trainer.megatron.stored_tensors import StoredTensors
+from vime.trainer.megatron.checkpoints import plain_pickles
+from vime.trainer.megatron.checkpoints.stored_tensors import StoredTensors
 
 
 class Touches:

@@ -10,7 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vime.models import family_of
 from vime.models.activations import Recompute, stage_numbers
 from vime.models.division import Division
-from vime.trainer.megatron import hf_io, layers, train_step
+from vime.trainer.megatron import train_step
+from vime.trainer.megatron.nn import layers
+from vime.trainer.megatron.weights import hf_io
 
 FULL = {"recompute_granularity": "full"}
 UNIFORM, BLOCK = ({**FULL, "recompute_method": m, "recompute_num_layers": 1} for m in ("uniform", "block"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vime.models import family_of
-from vime.trainer.megatron.rope import apply_rope, inverse_frequencies
+from vime.trainer.megatron.nn.rope import apply_rope, inverse_frequencies
 
 SIZES = {
     "vocab_size": 64,

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vime.trainer.megatron import stored_tensors
-from vime.trainer.megatron.shard_file import ShardFile
-from vime.trainer.megatron.stored_tensors import Box, StoredTensors, boxes
+from vime.trainer.megatron.checkpoints import stored_tensors
+from vime.trainer.megatron.checkpoints.shard_file import ShardFile
+from vime.trainer.megatron.checkpoints.stored_tensors import Box, StoredTensors, boxes
 
 
 def store(folder, key, tensor, chunk):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from vime.trainer.megatron import token_dispatch as td
-from vime.trainer.megatron.rows import take_rows
+from vime.trainer.megatron.nn import token_dispatch as td
+from vime.trainer.megatron.nn.rows import take_rows
 
 HIDDEN = 8
 SHAPES = pytest.mark.parametrize(("tokens", "experts", "chosen"), [(13, 5, 2), (1, 4, 3), (40, 16, 8), (6, 3, 1)])

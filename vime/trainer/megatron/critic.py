@@ -24,10 +24,13 @@ from vime.models import ModelSettings, NameMap, family_of
 from vime.models.stored import reference_problem
 from vime.models.value_head import trunk_config
 from vime.trainer.critic_columns import Values
-from vime.trainer.megatron import forward, hf_io, model, packing, parallel, settings
-from vime.trainer.megatron.critic_model import CriticModel, load_critic
-from vime.trainer.megatron.optimizer_step import Update, optimizer_step
-from vime.trainer.megatron.packing import MicroBatch
+from vime.trainer.megatron import forward, parallel, settings
+from vime.trainer.megatron.batches import packing
+from vime.trainer.megatron.batches.packing import MicroBatch
+from vime.trainer.megatron.nn import model
+from vime.trainer.megatron.nn.critic_model import CriticModel, load_critic
+from vime.trainer.megatron.optimizers.optimizer_step import Update, optimizer_step
+from vime.trainer.megatron.weights import hf_io
 from vime.types import METRIC_WEIGHTS, RETURNS, VALUES, Metrics, TrainBatch
 
 SUMS = ("value_loss", "value_clipfrac")

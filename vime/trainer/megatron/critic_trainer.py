@@ -17,10 +17,12 @@ from vime.models import family_of
 from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.trainer.critic_columns import CriticTargets, Values
-from vime.trainer.megatron import checkpoint, hf_io, parallel, process, saving, speed
+from vime.trainer.megatron import parallel, process, speed
+from vime.trainer.megatron.batches.layout import layout_of
+from vime.trainer.megatron.checkpoints import checkpoint, saving
 from vime.trainer.megatron.critic import Critic, critic_settings
-from vime.trainer.megatron.layout import layout_of
-from vime.trainer.megatron.ppo import all_but_first, critic_values, with_targets
+from vime.trainer.megatron.losses.ppo import all_but_first, critic_values, with_targets
+from vime.trainer.megatron.weights import hf_io
 from vime.types import Metrics, TrainBatch
 
 VALUES_TIME, TRAIN_TIME = "critic_apart_values", "critic_apart_train"

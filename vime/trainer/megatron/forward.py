@@ -22,8 +22,8 @@ from vime.models import ModelSettings
 from vime.models.flops import sample_flops
 from vime.support import SamplingSupport
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.packing import Layout, MicroBatch, pack
-from vime.trainer.megatron.routing_replay import RoutingPass
+from vime.trainer.megatron.batches.packing import Layout, MicroBatch, pack
+from vime.trainer.megatron.batches.routing_replay import RoutingPass
 from vime.types import StepPlan, TrainBatch
 
 # Megatron's schedules want a loss, and a token count to divide gradients by; ours are not divided.

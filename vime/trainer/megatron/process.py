@@ -8,8 +8,9 @@ import torch
 
 from vime.config import Config
 from vime.platform.base import Platform
-from vime.trainer.megatron import cpu_shims, fixes, parallel
+from vime.trainer.megatron import parallel
 from vime.trainer.megatron.aligned import align
+from vime.trainer.megatron.patches import cpu_shims, fixes
 from vime.trainer.megatron.settings import MegatronSettings
 
 

@@ -22,14 +22,16 @@ from vime.config import Config
 from vime.models import ModelSettings
 from vime.observability.trace import SpanLog
 from vime.trainer.critic_columns import Values
-from vime.trainer.megatron import correction, forward, kl_in_reward, micro_loss, packing, parallel, speed, train_step
-from vime.trainer.megatron.agreement import agreement_metrics
-from vime.trainer.megatron.model import Policy
-from vime.trainer.megatron.other_policies import OtherPolicies
-from vime.trainer.megatron.packing import Layout
-from vime.trainer.megatron.ppo import Ppo
-from vime.trainer.megatron.routing_replay import RolloutRouting
+from vime.trainer.megatron import forward, parallel, speed, train_step
+from vime.trainer.megatron.batches import packing
+from vime.trainer.megatron.batches.packing import Layout
+from vime.trainer.megatron.batches.routing_replay import RolloutRouting
+from vime.trainer.megatron.losses import correction, kl_in_reward, micro_loss
+from vime.trainer.megatron.losses.agreement import agreement_metrics
+from vime.trainer.megatron.losses.ppo import Ppo
+from vime.trainer.megatron.nn.model import Policy
 from vime.trainer.megatron.user_hooks import TrainerHooks, advantage_metrics
+from vime.trainer.megatron.weights.other_policies import OtherPolicies
 from vime.types import Metrics, TrainBatch
 
 LogProbs: TypeAlias = Callable[..., npt.NDArray[np.float32]]

@@ -20,10 +20,12 @@ from vime.errors import TrainingError
 from vime.models import family_of
 from vime.platform.base import Platform
 from vime.support import SamplingSupport
-from vime.trainer.megatron import forward, hf_io, model, parallel, process, settings
-from vime.trainer.megatron.layout import layout_of
-from vime.trainer.megatron.routed_layers import routers_of
-from vime.trainer.megatron.routing_replay import RoutingPass, Tally
+from vime.trainer.megatron import forward, parallel, process, settings
+from vime.trainer.megatron.batches.layout import layout_of
+from vime.trainer.megatron.batches.routing_replay import RoutingPass, Tally
+from vime.trainer.megatron.nn import model
+from vime.trainer.megatron.nn.routed_layers import routers_of
+from vime.trainer.megatron.weights import hf_io
 from vime.types import RoutedExperts
 
 _OF_SEVERAL_RANKS = (

@@ -16,8 +16,8 @@ from vime.config import stages
 from vime.config.parallel import ParallelSizes, parallel_sizes
 from vime.errors import ConfigError
 from vime.models import ModelSettings
-from vime.trainer.megatron.fixes import fix_version_of_missing_te
-from vime.trainer.megatron.limits import EXPERTS, NO_FUSIONS, limits
+from vime.trainer.megatron.patches.fixes import fix_version_of_missing_te
+from vime.trainer.megatron.patches.limits import EXPERTS, NO_FUSIONS, limits
 
 # Settings of experts whose one supported value is not megatron-core's default.
 _EXPERTS_DIFFER = (

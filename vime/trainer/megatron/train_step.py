@@ -16,10 +16,10 @@ from torch import Tensor
 
 from vime.config import AlgoConfig
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.micro_loss import Columns, MicroLoss, OwnFunctions, micro_loss, sum_names
-from vime.trainer.megatron.model import Policy
-from vime.trainer.megatron.optimizer_step import optimizer_step
-from vime.trainer.megatron.packing import MicroBatch
+from vime.trainer.megatron.batches.packing import MicroBatch
+from vime.trainer.megatron.losses.micro_loss import Columns, MicroLoss, OwnFunctions, micro_loss, sum_names
+from vime.trainer.megatron.nn.model import Policy
+from vime.trainer.megatron.optimizers.optimizer_step import optimizer_step
 from vime.trainer.megatron.user_hooks import sum_own_metrics
 from vime.types import Metrics, TrainBatch
 

@@ -22,28 +22,19 @@ from vime.observability.trace import Span, SpanLog
 from vime.platform.base import Platform
 from vime.protocols import TRAINER_PARTS, BucketWriter, DeviceUse, TrainerPart
 from vime.trainer.critic_columns import CriticTargets, Values
-from vime.trainer.megatron import (
-    forward,
-    hf_io,
-    model,
-    offload,
-    outgoing,
-    parallel,
-    process,
-    profiling,
-    settings,
-    shards,
-    speed,
-)
+from vime.trainer.megatron import forward, parallel, process, profiling, settings, speed
+from vime.trainer.megatron.batches.layout import layout_of
+from vime.trainer.megatron.batches.routing_replay import Bools, RolloutRouting, RoutingPass
+from vime.trainer.megatron.checkpoints.trainer_checkpoints import TrainerCheckpoints
 from vime.trainer.megatron.critic import Critic, critic_settings
-from vime.trainer.megatron.layout import layout_of
-from vime.trainer.megatron.other_policies import OtherPolicies
-from vime.trainer.megatron.ppo import Ppo, all_but_first, critic_values, targets_of
+from vime.trainer.megatron.losses.ppo import Ppo, all_but_first, critic_values, targets_of
+from vime.trainer.megatron.nn import model
+from vime.trainer.megatron.nn.routed_layers import routers_of
+from vime.trainer.megatron.optimizers import offload
 from vime.trainer.megatron.rollout_training import RolloutTraining
-from vime.trainer.megatron.routed_layers import routers_of
-from vime.trainer.megatron.routing_replay import Bools, RolloutRouting, RoutingPass
-from vime.trainer.megatron.trainer_checkpoints import TrainerCheckpoints
 from vime.trainer.megatron.user_hooks import TrainerHooks
+from vime.trainer.megatron.weights import hf_io, outgoing, shards
+from vime.trainer.megatron.weights.other_policies import OtherPolicies
 from vime.types import Metrics, PolicyVersion, TrainBatch
 from vime.wire import BucketMessage
 

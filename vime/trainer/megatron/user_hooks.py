@@ -23,7 +23,7 @@ from vime.config.hooks import UserFunction
 from vime.data.packing import step_ids
 from vime.protocols import CorrectionInputs, LossInputs, TrainerContext
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.model import Policy, PolicyModel
+from vime.trainer.megatron.nn.model import Policy, PolicyModel
 from vime.types import METRIC_WEIGHTS, PG_WEIGHTS, TOKEN_ADVANTAGES, Metrics, TrainBatch
 
 # What a function that changes the batch must leave as it is: the plan and the packing rest on them.
@@ -80,7 +80,7 @@ class TrainerHooks:
         stage = (parallel.is_first_stage(chunk), parallel.is_last_stage(chunk))
         module = self.model_provider(self.context, *stage, default)
         if not isinstance(module, PolicyModel):
-            raise self.model_provider.refuse(module, "a vime.trainer.megatron.model.PolicyModel")
+            raise self.model_provider.refuse(module, "a vime.trainer.megatron.nn.model.PolicyModel")
         return module
 
     def before_log_probs(self, chunks: Sequence[torch.nn.Module], store_prefix: str) -> None:

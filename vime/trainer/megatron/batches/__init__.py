@@ -1,0 +1,1 @@
+"""Micro-batches: how sequences lie in them, and what travels with their tokens."""

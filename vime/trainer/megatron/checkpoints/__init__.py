@@ -1,0 +1,1 @@
+"""Training checkpoints, written and read."""

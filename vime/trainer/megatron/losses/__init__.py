@@ -1,0 +1,1 @@
+"""From log-probs to a loss, and what is measured on the way."""

@@ -1,0 +1,1 @@
+"""What a model is made of: Megatron modules from torch's own kernels."""

@@ -1,0 +1,1 @@
+"""The optimizer: its step, its kernels, and where its state lies."""

@@ -1,0 +1,1 @@
+"""Weights on their way in, out and between the sets that a rank keeps."""
