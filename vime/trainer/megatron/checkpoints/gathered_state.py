@@ -3,7 +3,7 @@
 megatron-core 0.16.1 gathers it on every data-parallel rank, a whole gradient buffer at a time through the device: the
 host's memory holds it as often as there are ranks, and a device twice the size of the buffer. Here the first rank alone
 gets it, in pieces; where a rank shares its parameters with no other, the optimizer's own tensors are handed out.
-tests/trainer/megatron/test_gathered_state.py compares with megatron-core's.
+tests/trainer/megatron/checkpoints/test_gathered_state.py compares with megatron-core's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizer state in host memory: megatron-core 0.16.1's HybridDeviceOptimizer, mended so that it trains without TE.
 
 The host keeps float32 weights, both moments and a copy of the gradient of the offloaded part, and updates it there; the
-device keeps the model's weights and Megatron's gradients. tests/trainer/megatron/test_host_optimizer.py shows the
-faults that are mended:
+device keeps the model's weights and Megatron's gradients. tests/trainer/megatron/optimizers/test_host_optimizer.py
+shows the faults that are mended:
 
 * It is built twice, first over the whole rank's parameters, with host copies of them all.
 * On float32 weights it cannot be built (views that autograd knows), and updates no parameter that stays on the device.

@@ -1,8 +1,8 @@
 """Lets megatron-core 0.16.1 run on a machine without CUDA. Installed only when the platform is the CPU.
 
 megatron-core names CUDA in the text of its functions, so torch's CUDA names are redirected to the CPU for the whole
-process. Each group below says what it is for; tests/trainer/megatron/test_cpu_shims.py fails for a group that is no
-longer needed.
+process. Each group below says what it is for; tests/trainer/megatron/patches/test_cpu_shims.py fails for a group that
+is no longer needed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What megatron-core 0.16.1 needs on every platform where transformer-engine and apex are not installed.
 
-Each fix names the fault; tests/trainer/megatron/test_fixes.py fails when a fault is gone.
+Each fix names the fault; tests/trainer/megatron/patches/test_fixes.py fails when a fault is gone.
 """
 
 from __future__ import annotations
