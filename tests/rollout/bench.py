@@ -33,6 +33,7 @@ class Bench:
         engines: FakeEngines | None = None,
         *,
         reward: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
         **rollout: Any,
     ) -> None:
         settings = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 8} | rollout
@@ -43,7 +44,12 @@ class Bench:
         )
         self.engines = engines or FakeEngines(seeded_digits(tokenizer, length=1))
         prompts = [
-            Prompt(f"{i}=", tuple(tokenizer(f"{i}=", add_special_tokens=False)["input_ids"]), label=str(i))
+            Prompt(
+                f"{i}=",
+                tuple(tokenizer(f"{i}=", add_special_tokens=False)["input_ids"]),
+                label=str(i),
+                metadata=metadata or {},
+            )
             for i in range(10)
         ]
         self.source = DataBuffer(prompts, n_samples_per_prompt=settings["n_samples_per_prompt"], shuffle=False, seed=0)

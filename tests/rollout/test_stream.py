@@ -16,7 +16,7 @@ from tests.rollout.bench import HOOKS, Bench
 from tests.rollout.stepped_engines import WAIT_S, SteppedEngines, log_prob_of
 from vime.data.journal import Journal
 from vime.data.journaled import JournaledSource
-from vime.errors import DataError, EngineError, VimeError
+from vime.errors import ConfigError, DataError, EngineError, VimeError
 from vime.observability.metrics import check_names
 from vime.protocols import GenerateRequest
 from vime.rewards.pool import GraderPool
@@ -371,6 +371,23 @@ def test_a_custom_generate_function_goes_on_over_a_sync_without_knowing(tokenize
         sample = run.take().groups[0].samples[0]
         assert sample.loss_mask.count(0) == 1, "the tool's token"
         assert {span.version for span in sample.weight_versions} == {1, 2}
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_between_samples_a_function_that_a_row_names_has_a_limit(
+    tokenizer: Any, pool: GraderPool, limit: float | None
+) -> None:
+    row = {"generate_function_path": f"{HOOKS}.two_turns"}
+    settings: dict[str, Any] = {"in_flight": False, "metadata": row, "custom_generate_timeout_s": limit}
+    run = Run(tokenizer, pool, start=False, **settings)
+    with run.stream:
+        run.stream.start(0, 1)
+        if limit is None:
+            with pytest.raises(ConfigError, match=r"group 0: its row names .*--custom-generate-timeout-s"):
+                run.take()
+        else:
+            run.engines.settle()
+            assert run.under_way
 
 
 def test_an_unknown_action_is_refused() -> None:

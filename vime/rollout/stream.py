@@ -21,7 +21,7 @@ from types import TracebackType
 from vime.data.buffer import one_sample_each, pending_again
 from vime.data.source import take_groups
 from vime.data.versions import num_without_version, trainable_versions
-from vime.errors import DataError
+from vime.errors import ConfigError, DataError
 from vime.observability.trace import Span, add_span
 from vime.protocols import DataSource, RolloutContext
 from vime.rollout.continuing import ContinuingEngines
@@ -211,8 +211,19 @@ class RolloutStream:
             await self._changed.until(lambda: self._room(runner) > 0)
             for group in take_groups(self._source, self._room(runner)):
                 self._kept.stats.start(group)
+                self._check_ends(runner, group)
                 runner.start(group)
             self._note()
+
+    def _check_ends(self, runner: GroupRunner, group: Group) -> None:
+        """What validate_stream.py asks of the run's generate function, of one that a row names."""
+        settings = self._context.config.rollout
+        if not self._limits.in_flight and settings.custom_generate_timeout_s is None and runner.runs_function(group):
+            raise ConfigError(
+                f"group {group.group_id}: its row names a generate function (metadata.generate_function_path), and "
+                "--no-update-weights-in-flight has each weight sync wait until its call returns; say how long a sample "
+                "may take with --custom-generate-timeout-s"
+            )
 
     async def _collect(self, runner: GroupRunner) -> None:
         """See what becomes of each group."""
