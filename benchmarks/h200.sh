@@ -36,7 +36,7 @@ part() {
 }
 
 w1() {
-    CUDA_VISIBLE_DEVICES=0 part w1 300 $python benchmarks/step_time.py $dense --work "$work/w1" --timeout 240 \
+    CUDA_VISIBLE_DEVICES=0 part w1 400 $python benchmarks/step_time.py $dense --work "$work/w1" --timeout 330 \
         --out "$steps" -- --offload-rollout --no-offload-train
 }
 trl() {
@@ -57,14 +57,14 @@ else
     w1
     trl 0
 fi
-part w3_ahead 150 $python benchmarks/step_time.py $dense --work "$work/w1" --layout ahead --steps 5 --warm-up 2 \
-    --timeout 200 --out "$steps"
-part w2 280 $python benchmarks/step_time.py scripts/models/qwen3-30b-a3b/config.json --num-layers 6 --prompts 128 \
-    --work "$work/w2" --utilization 0.25 --offline-device 1 --timeout 400 --out "$steps" -- --no-rollout-request-seeds
+part w3_ahead 200 $python benchmarks/step_time.py $dense --work "$work/w1" --layout ahead --steps 5 --warm-up 2 \
+    --timeout 280 --out "$steps"
+part w2 350 $python benchmarks/step_time.py scripts/models/qwen3-30b-a3b/config.json --num-layers 6 --prompts 128 \
+    --work "$work/w2" --utilization 0.25 --offline-device 1 --timeout 480 --out "$steps" -- --no-rollout-request-seeds
 rm -rf "$work/w2/model"
 part weight_sync 120 $python benchmarks/weight_sync.py scripts/models/qwen3-4b/config.json --engine-device 1 \
     --transports nccl --bucket-mib 512 2048 --out "$out/weight_sync.jsonl"
-part w3_separate 150 $python benchmarks/step_time.py $dense --work "$work/w1" --layout separate --timeout 200 \
+part w3_separate 200 $python benchmarks/step_time.py $dense --work "$work/w1" --layout separate --timeout 280 \
     --out "$steps"
 part rollout 150 env CUDA_VISIBLE_DEVICES=0 $python benchmarks/rollout.py $dense --concurrency 16 64 \
     --out "$out/rollout.jsonl"

@@ -71,17 +71,23 @@ class Child:
         environment = dict(os.environ) if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def result(self) -> dict[str, Any]:
-        """Wait for it. Raises: SystemExit if it failed or took longer than --timeout."""
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it, if it has not ended."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def result(self, wait_s: float | None = None) -> dict[str, Any]:
+        """Wait for it, --timeout seconds unless said otherwise. Raises: SystemExit if it failed or took longer."""
         if self._process is not None:
             try:
-                code: int | str = self._process.wait(self._timeout_s)
+                code: int | str = self._process.wait(self._timeout_s if wait_s is None else wait_s)
             except subprocess.TimeoutExpired:
                 code = "none in time"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
             if code != 0:
                 raise SystemExit(f"{self._result.stem}: exit code {code}")
         return dict(json.loads(self._result.read_text(encoding="utf-8")))
@@ -250,21 +256,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.work or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        limits = Child(folder, "prepare", options).result()
-        beside = Child(folder, "offline", options, options.offline_device)
-        if options.offline_device is None or options.only_limits:
-            limits |= beside.result()
+        with Child(folder, "prepare", options) as child:
+            limits = child.result()
         shape = {n: getattr(options, n) for n in ("layout", *SHAPE, "flags")}
         result = {"model": options.config.parent.name, "num_layers": config["num_hidden_layers"], **shape}
-        if not options.only_limits:
-            steps, seen = train(folder, options, config)
-            limits |= beside.result()
-            model = family_of(config).settings(config)
-            versions = json.loads((folder / f"run-{options.layout}" / "versions.json").read_text(encoding="utf-8"))
-            result |= {**figures(steps, limits, model, options), **seen, "versions": versions}
-            if "device" in seen:
-                engine = seen["device"]["engine_bytes"] or limits["device_bytes"]
-                result["trainer_adds_bytes"] = seen["device"]["peak_bytes"] - engine
+        with Child(folder, "offline", options, options.offline_device) as beside:
+            if options.offline_device is None or options.only_limits:
+                limits |= beside.result()
+            if not options.only_limits:
+                steps, seen = train(folder, options, config)
+                limits |= beside.result(5.0 if seen["ended_early"] else None)  # this program is to end, too
+                model = family_of(config).settings(config)
+                versions = json.loads((folder / f"run-{options.layout}" / "versions.json").read_text(encoding="utf-8"))
+                result |= {**figures(steps, limits, model, options), **seen, "versions": versions}
+                if "device" in seen:
+                    engine = seen["device"]["engine_bytes"] or limits["device_bytes"]
+                    result["trainer_adds_bytes"] = seen["device"]["peak_bytes"] - engine
     from benchmarks.common import say  # imports torch
 
     say({**result, "limits": limits}, options.out)

@@ -80,8 +80,9 @@ def test_words_behind_two_dashes_are_flags_of_the_run() -> None:
 def test_a_run_that_is_interrupted_is_ended_and_what_it_did_counts(tmp_path: Path) -> None:
     run = tmp_path / "run.py"
     run.write_text(
-        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\n"
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('stopping', flush=True)\n"
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('stopping', flush=True)\n"
     )
     program = f"""
 import signal, sys

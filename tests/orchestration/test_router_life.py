@@ -1,4 +1,4 @@
-"""The router when it cannot be watched, when the run ends while it starts, and when an engine's node leaves."""
+"""The router when it cannot be watched and when the run ends while it starts; engines whose node leaves, and others's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from vime.config import FaultConfig
+from vime.config import Config, FaultConfig
+from vime.orchestration import lives
+from vime.orchestration.engines import EngineFleet
+from vime.orchestration.external import ExternalFleet
 from vime.orchestration.front import Front
 from vime.orchestration.keeper import NodeLeft
 from vime.orchestration.lives import EngineLife, RouterLife
@@ -30,7 +33,9 @@ def test_a_router_that_cannot_be_watched_has_failed() -> None:
     assert causes[-1] == "it cannot be watched: FileNotFoundError('router.log')"
 
 
-def test_a_router_that_takes_too_much_memory_has_failed() -> None:
+@pytest.mark.parametrize("limits_memory", [True, False])
+def test_a_router_that_takes_too_much_memory_has_failed(monkeypatch: pytest.MonkeyPatch, limits_memory: bool) -> None:
+    monkeypatch.setattr(lives, "_SLICE_S", 0.01)
     ended = threading.Event()
 
     class Router:
@@ -44,12 +49,22 @@ def test_a_router_that_takes_too_much_memory_has_failed() -> None:
             return self.size
 
     router: Any = Router()
-    life = RouterLife(Front(lambda urls: router, router, []), FaultConfig(rollout_router_memory_limit_bytes=4 << 20))
+    fault = FaultConfig(rollout_router_memory_limit_bytes=4 << 20)
+    life = RouterLife(Front(lambda urls: router, router, []), fault, limits_memory=limits_memory)
     assert life.failure() is None
     router.size = 5 << 20
     cause = life.failure()
     ended.set()
-    assert cause == "it takes 0.00 GiB (--rollout-router-memory-limit-bytes 4194304)"
+    assert cause == ("it takes 0.00 GiB (--rollout-router-memory-limit-bytes 4194304)" if limits_memory else None)
+
+
+def test_only_engines_of_the_run_are_waited_for_when_they_serve_no_longer() -> None:
+    """Nobody would find out and start again another's."""
+    fault = FaultConfig(rollout_health_check_timeout=30.0, rollout_health_check_interval=5.0)
+    for kind, notice_s in ((EngineFleet, 70.0), (ExternalFleet, 0.0)):
+        fleet = object.__new__(kind)
+        fleet._config = Config(fault=fault)
+        assert fleet._notice_s == notice_s
 
 
 def test_a_router_that_begins_to_start_when_the_run_ends_does_not_stay() -> None:

@@ -22,7 +22,8 @@ class FaultConfig:
         0.0, "seconds after an engine's start in which being mute does not count"
     )
     rollout_router_memory_limit_bytes: int = setting(
-        4 * 2**30, "a router that takes more is started again; its requests are sent again; 0: no limit"
+        4 * 2**30,
+        "a router that takes more is started again; its requests are sent again; 0: no limit, as with --deterministic",
     )
     rollout_max_restarts: int = setting(
         5, "restarts of one engine, or of the router, in --rollout-restart-window-s; the next failure ends the run"

@@ -44,6 +44,8 @@ class EngineFleet(Fleet):
         sharing: engine arguments that follow from sharing devices with the trainer.
     """
 
+    _restarts_engines = True
+
     def __init__(
         self,
         config: Config,

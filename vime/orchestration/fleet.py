@@ -37,6 +37,9 @@ class Fleet(ABC):
         hf_config: config.json of the run's checkpoint.
     """
 
+    _restarts_engines = False
+    """What an engine fails with is found out, and it is started again; else somebody else has to."""
+
     def __init__(self, config: Config, *, key: str, log_dir: Path, hf_config: Mapping[str, Any]) -> None:
         self._config, self._key, self._log_dir = config, key, log_dir
         self._routing, self._support_limit = routing_shape(config, hf_config), support_limit(config, hf_config)
@@ -98,13 +101,13 @@ class Fleet(ABC):
             self._is_sick,
             lambda number, cause: self._keepers[number].condemn(cause),
             lambda number: self._keepers[number].wait_ended(),
-            # Twice, for the questions that are asked meanwhile.
-            notice_s=2 * (fault.rollout_health_check_timeout + fault.rollout_health_check_interval),
+            notice_s=self._notice_s,
         )
         policy = RestartPolicy.of(fault)
         router = Keeper(
             "the router",
-            RouterLife(self._front, fault),
+            # Requests of a fixed batch are not sent again, so that a restart of the router would end such a run.
+            RouterLife(self._front, fault, limits_memory=not self._config.rollout.deterministic),
             RestartBudget(policy),
             on_state=keep_router_state(roster),
             on_end=roster.fail,
@@ -116,6 +119,14 @@ class Fleet(ABC):
         for keeper in self._keepers:
             keeper.start()
         return roster
+
+    @property
+    def _notice_s(self) -> float:
+        """Within which an engine that serves no longer is found out."""
+        fault = self._config.fault
+        # Twice, for the questions that are asked meanwhile.
+        looks = 2 * (fault.rollout_health_check_timeout + fault.rollout_health_check_interval)
+        return looks if self._restarts_engines else 0.0
 
     def _engine_keepers(
         self,

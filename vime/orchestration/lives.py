@@ -27,10 +27,14 @@ _ROUTER_MUTE_S = 30.0  # a router answers in milliseconds
 
 
 class RouterLife:
-    """The router. Satisfies `vime.orchestration.keeper.Life`."""
+    """The router. Satisfies `vime.orchestration.keeper.Life`.
 
-    def __init__(self, front: Front, fault: FaultConfig) -> None:
+    Args: limits_memory: it is started again where it takes more than `fault` allows.
+    """
+
+    def __init__(self, front: Front, fault: FaultConfig, *, limits_memory: bool = True) -> None:
         self._front, self._fault = front, fault
+        self._memory_limit = fault.rollout_router_memory_limit_bytes if limits_memory else 0
         self._failures: list[str] = []
         self._watching: threading.Thread | None = None
 
@@ -51,7 +55,7 @@ class RouterLife:
 
     def _too_large(self) -> str | None:
         """Its cache-aware policy keeps a tree of prompts, from which vllm-router 0.1.17 frees nothing."""
-        limit, size = self._fault.rollout_router_memory_limit_bytes, self._front.router.memory_bytes()
+        limit, size = self._memory_limit, self._front.router.memory_bytes()
         if not 0 < limit < size:
             return None
         return f"it takes {size / 2**30:.2f} GiB (--rollout-router-memory-limit-bytes {limit})"

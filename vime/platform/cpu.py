@@ -108,7 +108,7 @@ class CpuPlatform:
         }
 
     def aligned_engine(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Norms, RoPE and activations by torch, as in the trainer; attention by engine/vllm/aligned.py."""
+        """Norms, RoPE, activations by torch, as in the trainer; attention, linear layers by engine/vllm/aligned.py."""
         return {"compilation_config": {"custom_ops": ["none"]}, "additional_config": {ALIGNED: True}}, {}
 
     def trainer_environment(self, ranks_on_node: int, host: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """--aligned in an engine on a CPU: attention and linear layers as the trainer computes them then, bit for bit.
 
-vLLM's own attention computes one query at a time over blocks of its cache, torch's all queries of a sequence at once;
-oneDNN and torch sum a linear layer's inputs in other blocks. In float32 both are some 1e-7 apart, and replaced by
+vLLM 0.32's own attention computes one query at a time over blocks of its cache, torch's all queries of a sequence at
+once; oneDNN and torch sum a linear layer's inputs in other blocks. In float32 both are some 1e-7 apart, and replaced by
 `vime.algo.fixed_attention` and `vime.algo.fixed_linear`.
 """
 

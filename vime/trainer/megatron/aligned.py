@@ -17,9 +17,9 @@ _fixed = False
 def align(device_type: str, *, aligned: bool) -> None:
     """Have this process compute as aligned engines do, or as ever.
 
-    On a CPU attention becomes `vime.algo.fixed_attention`, and linear layers and the head `vime.algo.fixed_linear`
-    unless ranks share them. On CUDA products go through cuBLASLt, without splitting sums, as in vLLM's batch-invariant
-    mode, for the rest of the process.
+    On a CPU attention becomes `vime.algo.fixed_attention`, and the head and linear layers that ranks do not share
+    `vime.algo.fixed_linear`: megatron-core 0.16.1 has no setting for what its layers multiply by. On CUDA products go
+    through cuBLASLt, without splitting sums, as in vLLM's batch-invariant mode, for the rest of the process.
     """
     global _fixed
     _fixed = aligned and device_type == "cpu"
@@ -37,8 +37,8 @@ def is_fixed() -> bool:
     return _fixed
 
 
-def times(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T of the head, as this process multiplies. Args: x: [n, D]. weight: [V, D]."""
+def head_product(x: Tensor, weight: Tensor) -> Tensor:
+    """[n, V] logits of the head, as this process multiplies. Args: x: [n, D]. weight: [V, D]."""
     return fixed_linear(x, weight) if _fixed else x @ weight.t()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vime.models.memory import HEAD_BLOCK_BYTES
-from vime.trainer.megatron.aligned import times
+from vime.trainer.megatron.aligned import head_product
 from vime.trainer.megatron.batches.support import MicroSupport
 from vime.trainer.megatron.nn.compiled import compiled
 
@@ -85,7 +85,7 @@ class _LogitsOf:
     """The token that the first row of `weight` stands for."""
 
     def __call__(self, positions: slice) -> Tensor:
-        logits = times(self.hidden[positions], self.weight)
+        logits = head_product(self.hidden[positions], self.weight)
         return logits if self.support is None else self.support.narrowed(logits, positions, self.first)
 
 
