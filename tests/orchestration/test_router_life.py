@@ -1,4 +1,4 @@
-"""The router when it cannot be watched and when the run ends while it starts; engines whose node leaves, or of others."""
+"""The router unwatched, and when the run ends while it starts; engines on a node that leaves, and engines of others."""
 
 from __future__ import annotations
 
