@@ -1,6 +1,8 @@
 """`vime plan`: a configuration's memory without devices, and its exit code."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,17 @@ def test_a_layout_that_the_critics_ranks_cannot_have_is_refused(capsys, recipe):
     flags = ["--advantage-estimator", "ppo", "--critic-num-gpus-per-node", "3", "--device-memory-gib", "140"]
     assert main(["plan", "--config", str(recipe), *flags]) == 2
     assert "the critic's 3 ranks" in capsys.readouterr().err
+
+
+def test_functions_are_looked_for_where_the_command_is_given(tmp_path, recipe):
+    """On a cluster every setting is checked, as train.py would."""
+    (tmp_path / "own_reward.py").write_text("async def reward(config, sample):\n    return 1.0\n")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1="}\n')
+    words = ["--devices-per-node", "8", "--device-memory-gib", "140", "--prompt-data", "data.jsonl"]
+    words += ["--rollout-batch-size", "8", "--num-rollout", "1", "--input-key", "prompt"]
+    words += ["--n-samples-per-prompt", "8", "--lr", "1e-6"]
+    for name, code in (("own_reward.reward", 0), ("no_such_reward.reward", 2)):
+        command = [Path(sys.executable).with_name("vime"), "plan", "--config", recipe, *words, "--custom-rm-path", name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+    assert "importing no_such_reward failed" in done.stderr

@@ -48,6 +48,7 @@ def test_the_prompts_are_those_of_train_py_and_each_rollout_is_one_version_behin
     folder, output = stopped
     steps = steps_of(folder)
     assert [row["step"] for row in steps] == [0, 1, 2] and "rollout 3/9" in output
+    assert "ended by --stop-metric after rollout 3 of 9: train/step was 6 on average over 1 rollouts" in output
     for rollout_id, version in enumerate((1, 1, 2)):
         ahead, in_turns = rollout(folder, rollout_id), rollout(finished[0], rollout_id)
         assert ahead["prompt"].tolist() == in_turns["prompt"].tolist()

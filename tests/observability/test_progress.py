@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -73,3 +75,24 @@ def test_fast_rollouts_share_a_line_in_a_long_run_only():
 
     assert lines(50) == 50
     assert lines(60) == 2, "the first and the last"
+
+
+def test_a_run_goes_on_where_nobody_reads_its_output_any_more():
+    code = (
+        "import sys; from vime.observability.progress import RunProgress\n"
+        "with RunProgress(9) as progress:\n"
+        "    progress.message('first')\n"
+        "    sys.stdin.read()\n"
+        "    for _ in range(3): progress.message('unread'); print('unread', flush=True)\n"
+        "    print('at its end', file=sys.stderr)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 0, said
+    assert said == "vime: nobody reads the standard output any more; the run goes on\nat its end\n"

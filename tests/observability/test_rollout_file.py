@@ -68,7 +68,7 @@ def test_every_field_comes_back_exactly(tmp_path, log_probs):
         reward=math.pi,
         status=SampleStatus.FAILED,
     )
-    odd = Sample(prompt="[1]", label=5, group_id=2, sample_id=1, trajectory_id=0)
+    odd = Sample(prompt="[1]", label=5, group_id=2, sample_id=1, trajectory_id=0, remove_sample=True)
     taught = Sample(tokens=(1,), group_id=3, sample_id=2, trajectory_id=1, label='"quoted"')
     taught.append_response((5, 6), supervised=True)
     wanted = [Group(4, [first, chat]), Group(2, [odd]), Group(3, [taught])]

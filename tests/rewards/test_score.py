@@ -229,7 +229,7 @@ def test_a_plain_function_runs_in_a_process_that_may_be_killed(pool: GraderPool)
             "crashed",
             "crashed",
             "raised KeyError: 'oops' (test_score.py, line",
-            "the reward is nan",
+            "gave what is no reward: the reward is nan",
             "a finite number is expected",
             "the reward is None",
             "config.engines is not there",

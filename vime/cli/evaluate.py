@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 _HELP = """\
@@ -24,5 +23,4 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     from vime.cli.launch import main
 
-    sys.path.insert(0, "")  # users' hooks are looked for beside them, as `python train.py` does
     return main([*argv, "--num-rollout", "0"])

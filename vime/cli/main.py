@@ -35,6 +35,8 @@ those of Megatron, vLLM and vllm-router by `vime --help-megatron`, `vime --help-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns: the exit code; 2 for wrong settings."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # users' functions are looked for where the command is given, as `python train.py` does
     try:
         if words and words[0] in ("--help-megatron", "--help-vllm", "--help-router"):
             from vime.cli.help import print_help

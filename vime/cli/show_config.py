@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from vime.config.hf import read_model_config
 def run(argv: Sequence[str]) -> int:
     """`vime config [--json] [settings]`. Returns: 0; wrong settings are raised as ConfigError."""
     words = [word for word in argv if word != "--json"]
-    sys.path.insert(0, "")  # users' hooks are looked for beside them, as `python train.py` does
     resolved = resolve(words, fetch=False)
     checkpoint = resolved.config.checkpoint
     if checkpoint.load is not None or checkpoint.save is not None:

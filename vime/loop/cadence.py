@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ class StopRule:
     ) -> None:
         self._metric, self._below, self._above = metric, below, above
         self._values: deque[float] = deque(maxlen=window)
+
+    def __str__(self) -> str:
+        mean = sum(self._values) / len(self._values) if self._values else math.nan
+        return f"{self._metric} was {mean:g} on average over {len(self._values)} rollouts"
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; what `restore` needs to go on with the same window."""

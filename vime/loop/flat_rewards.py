@@ -28,6 +28,6 @@ class FlatRewards:
         mean = metrics.get("rollout/raw_reward", math.nan)
         return (
             f"warning: rollout {rollout_id}: the rewards of every group are equal (mean {mean:g}), so all advantages "
-            f"are 0 and nothing is learned from it{times}; the policy solves every prompt or none, or the reward is "
-            "wrong: read the rollout's samples"
+            f"are 0 and nothing is learned from it{times}; each prompt's responses all earned the same (solved always "
+            "or never), or the reward is wrong: read the rollout's samples"
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -19,6 +22,19 @@ _SHORT_RUN = 50  # unless the run has so few
 _QUIET_S = 10.0  # elsewhere than on a terminal, a stage is announced when nothing was printed for so long
 _DIFF = "train/train_rollout_logprob_abs_diff"
 _TIME = re.compile(r"perf/[^/]+_time")
+
+
+class _StandardOutput(Console):
+    """Goes on where nobody reads it any more, such as a pipe to a program that has ended: the run matters more."""
+
+    def on_broken_pipe(self) -> None:
+        """Say so, and write to nowhere from now on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        with suppress(OSError):  # it may be the same pipe
+            print("vime: nobody reads the standard output any more; the run goes on", file=sys.stderr, flush=True)
 
 
 class RunProgress:
@@ -39,7 +55,7 @@ class RunProgress:
         self, num_rollout: int = 0, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_rollout = num_rollout
-        self._console = console if console is not None else Console(highlight=False, soft_wrap=True)
+        self._console = console if console is not None else _StandardOutput(highlight=False, soft_wrap=True)
         self._clock = clock
         self._last_line = self._last_step_line = -float("inf")
         self._bar: Progress | None = None

@@ -16,7 +16,7 @@ from vime.types import Group, Sample, SampleStatus, SamplingSupport, VersionSpan
 
 # Fields of a sample with a column type of their own.
 _TYPED = frozenset(
-    "prompt response label reward status supervised tokens response_length loss_mask rollout_log_probs "
+    "prompt response label reward status supervised remove_sample tokens response_length loss_mask rollout_log_probs "
     "weight_versions support routed_experts group_id sample_id trajectory_id".split()
 )
 
@@ -28,7 +28,7 @@ def write_rollout(path: Path, rollout_id: int, groups: Sequence[Group], reward_k
 
     Columns: rollout_id, group_id, sample_id, trajectory_id; prompt, response, label (text, or JSON where the column
     `json` of the row names it); reward (the number; of a dict the entry `reward_key`, null without
-    one), rewards (the dict as JSON); status; supervised;
+    one), rewards (the dict as JSON); status; supervised; remove_sample;
     tokens, response_length, loss_mask, rollout_log_probs (NaN where nobody sampled; float32 if that holds them all
     exactly, else float64); weight_versions (version, start, end); support (the ids that could have been sampled in each
     response token's place, none where all could); routed_experts (dtype, shape, bytes); metadata, trace and any further
@@ -88,6 +88,7 @@ def _table(rollout_id: int, samples: Sequence[Sample], reward_key: str | None) -
             "rewards": column(pa.string(), lambda s: _json(s.reward) if isinstance(s.reward, dict) else None),
             "status": column(pa.string(), lambda s: str(s.status)),
             "supervised": column(pa.bool_(), lambda s: s.supervised),
+            "remove_sample": column(pa.bool_(), lambda s: s.remove_sample),
             "tokens": column(pa.list_(pa.int32()), lambda s: s.tokens),
             "response_length": column(pa.int32(), lambda s: s.response_length),
             "loss_mask": column(pa.list_(pa.uint8()), lambda s: s.loss_mask),
@@ -194,6 +195,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         reward=row["reward"] if row["rewards"] is None else json.loads(row["rewards"]),
         status=SampleStatus(row["status"]),
         supervised=row["supervised"],
+        remove_sample=row["remove_sample"] in (True, "true"),  # older files have JSON
         tokens=row["tokens"],
         response_length=row["response_length"],
         loss_mask=row["loss_mask"],

@@ -139,6 +139,8 @@ def run_on(
         if config.stream.fully_async and isinstance(rollout, RolloutStage):
             stream = make_stream(config, context, rollout, source, num_rollout=num_rollout - plan.start)
         last = _loop(plan, stages, recorder, stop, num_rollout, stream)
+    if stop.is_met:
+        progress.message(f"ended by --stop-metric after rollout {last + 1} of {num_rollout}: {stop}")
     if last < plan.start and config.checkpoint.save_hf is not None:
         if turns is not None:
             turns.to_training(weights_follow=True)

@@ -139,7 +139,7 @@ class Scorer:
             try:
                 if isinstance(value, SampleRewardError):
                     raise value
-                sample.reward = check_reward(value, self._settings.reward_key)
+                sample.reward = self._group.checked(value)
             except SampleRewardError as error:
                 _fail(sample, error)
 

@@ -122,7 +122,14 @@ class CustomSource:
         return None
 
     async def score(self, context: RolloutContext, sample: Sample) -> Scored:
-        return Scored(check_reward(await self.value(context, sample), self._reward_key))
+        return Scored(self.checked(await self.value(context, sample)))
+
+    def checked(self, value: Any) -> Reward:
+        """What the function gave for one sample. Raises: SampleRewardError, naming it, if it is no reward."""
+        try:
+            return check_reward(value, self._reward_key)
+        except SampleRewardError as error:
+            raise SampleRewardError(str(self._function.broken(f"gave what is no reward: {error}"))) from error
 
     @property
     def name(self) -> str:

@@ -261,7 +261,8 @@ class GroupRunner:
         add_span(finished.samples, "reward", begin)
         for sample in finished.samples:
             if sample.status is SampleStatus.FAILED:
-                return Outcome(finished, RewardError(str(sample.metadata.get("error", "no reason given"))), "reward")
+                reason = str(sample.metadata.get("error", "no reason given")).removeprefix("reward: ")
+                return Outcome(finished, RewardError(reason), "reward")
         return Outcome(finished)
 
     def _hooked(self, samples: list[Sample]) -> list[Sample]:
