@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--at-a-time", type=int, default=1, help="runs side by side")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     given = parser.parse_args()
+    if given.at_a_time < 1:
+        parser.error(f"--at-a-time is {given.at_a_time}; give 1 or more")
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     write_prompts(out / "prompts.jsonl")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from vime.observability.run_folder import read_metrics
 
 METRIC = "train/train_rollout_logprob_abs_diff"
 MAX_DRIFT = 0.2
@@ -27,9 +28,8 @@ def read_differences(run: Path) -> list[float]:
     A run that was resumed has the steps after its checkpoint twice, and the later ones count; a line that a crash cut
     is none. Raises: ValueError if a step has none.
     """
-    lines = (run if run.is_file() else run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = {row["step"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
-    values = [row.get(METRIC) for _, row in sorted(rows.items()) if METRIC in row or "train/step" in row]
+    rows = read_metrics(run if run.is_file() else run / "metrics.jsonl").values()
+    values = [row.get(METRIC) for row in rows if METRIC in row or "train/step" in row]
     if not values or any(value is None for value in values):
         raise ValueError(f"{run}: {sum(v is None for v in values)} of {len(values)} steps have no {METRIC}")
     return [float(value) for value in values]

@@ -105,6 +105,20 @@ def test_samples_without_versions_are_refused(tmp_path: Path) -> None:
         pairs_of(run.rollouts(), run.weights(None), [0])
 
 
+def test_a_rollout_that_cannot_be_read_is_named_and_leaves_the_others(tmp_path: Path) -> None:
+    run = write_run(tmp_path, synchronous(2), saves(tmp_path))
+    export(tmp_path, 0)
+    path = run.rollouts()[0]
+    path.write_bytes(path.read_bytes()[:200])
+    weights = run.weights(tmp_path / "model")
+    pairs, notes = pairs_of(run.rollouts(), weights, None)
+    assert [pair.step for pair in pairs] == [1]
+    assert any(f"{path} cannot be read as a rollout" in note for note in notes)
+    with pytest.raises(DataError, match="cannot be read as a rollout"):
+        pairs_of(run.rollouts(), weights, [0])
+    assert [pair.step for pair in pairs_of(run.rollouts(), weights, [1, 1])[0]] == [1]
+
+
 def test_a_run_without_exports_says_how_to_have_them(tmp_path: Path) -> None:
     run = write_run(tmp_path, synchronous(2), saves(tmp_path, save_hf=None))
     with pytest.raises(ConfigError, match="--save-hf-interval 20"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.config.hf import load_tokenizer, local_checkpoint, read_model_config, token_problem
+from vime.config.hf import load_tokenizer, local_checkpoint, read_model_config, token_problem, tokenizer_problem
 from vime.errors import ConfigError
 
 
@@ -54,6 +54,17 @@ def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
 def test_a_hub_name_that_cannot_be_fetched_says_so(read: object) -> None:
     with pytest.raises(ConfigError, match="owner/name: there is no such folder here, the hub did not give"):
         read("owner/name")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str) -> None:
+    from tests.fakes import char_tokenizer
+
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text('{"x')
+    with pytest.raises(ConfigError, match=f"{tmp_path}: its tokenizer cannot be loaded: "):
+        load_tokenizer(tmp_path)
+    assert name.startswith("tokenizer_config") or "its tokenizer is damaged: " in str(tokenizer_problem(tmp_path))
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:

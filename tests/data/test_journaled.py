@@ -18,7 +18,7 @@ from vime.data.journaled import KEY, JournaledSource
 from vime.data.prompt_set import Prompt
 from vime.errors import DataError
 from vime.protocols import DataSource
-from vime.types import Group
+from vime.types import Group, SampleStatus
 
 NUM_PROMPTS = 7
 
@@ -147,6 +147,24 @@ def test_changed_settings_generate_all_of_it_anew_and_say_so(tmp_path: Path) -> 
     second.restore(state)
     assert "changed since: --rm-type" in str(second.resumed)
     assert not second.get_groups(1)[0].is_finished
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_changed_settings_leave_no_tokens_of_what_the_checkpoint_has(tmp_path: Path, is_out: bool) -> None:
+    """Sampled at another temperature, say: their log-probs would be of another distribution than the trainer's."""
+    first = start(tmp_path)
+    (half,) = first.get_groups(1)
+    first.put_back([generate(half, version=1, tokens=2)])
+    if is_out:
+        first.get_groups(1)
+    state = save(first)
+    kept, anew = start(tmp_path), start(tmp_path, why_not="changed since: --rollout-temperature")
+    kept.restore(state)
+    assert [s.response_length for s in kept.get_groups(1)[0].samples] == [2, 2]
+    anew.restore(state)
+    (again,) = anew.get_groups(1)
+    assert again.group_id == half.group_id and [s.response_length for s in again.samples] == [0, 0]
+    assert all(s.tokens == s.prompt_tokens and s.status is SampleStatus.PENDING for s in again.samples)
 
 
 def test_what_was_kept_of_another_prompt_is_not_used(tmp_path: Path) -> None:

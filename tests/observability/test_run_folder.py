@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from vime.config import Config
-from vime.observability.run_folder import RunFolder, plain_settings, versions
+from vime.observability.run_folder import RunFolder, plain_settings, read_metrics, versions
 from vime.types import Group, Sample, SampleStatus
 
 
@@ -100,6 +100,23 @@ def test_a_refused_run_leaves_the_settings_of_the_run_before(tmp_path):
     begun.metrics_path.write_text("{}\n{}\n")
     assert not begun.remove_unused()
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == {"lr": 2.0}, "it has trained with these"
+
+
+def test_metrics_are_those_of_the_last_time_and_what_is_none_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "a": 1.0, "b": 2.0}\n{"step": 0, "a": 0.5}\n{"step": 1, "eval/x": 3.0}\ngarbage{\n[1]\n{"a": 1}\n'
+        '{"step": 0, "a": 0.7}\n{"step": 2, "tor'
+    )
+    assert read_metrics(path) == {0: {"step": 0, "a": 0.7}, 1: {"step": 1, "a": 1.0, "b": 2.0, "eval/x": 3.0}}
+    assert list(read_metrics(path)) == [0, 1]
+
+
+@pytest.mark.parametrize("line", ["garbage{", "[1]", "3", '{"a": 1}', '{"step": "x"}'])
+def test_a_line_that_is_no_metrics_stops_no_resume(tmp_path, line):
+    folder = RunFolder(tmp_path / "run")
+    folder.metrics_path.write_text('{"step": 0}\n{"step": 1}\n' + line + "\n")
+    assert [step for step in range(4) if RunFolder(tmp_path / "run").lacks_row(step)] == [2]
 
 
 def test_a_run_that_ended_between_a_save_and_the_metrics_lacks_their_row(tmp_path):

@@ -7,7 +7,6 @@ version, most of them in rollout r + 1, and to no others: nothing is compared by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from vime.config import Config
 from vime.config.saved import read_saved
-from vime.errors import ConfigError
+from vime.errors import ConfigError, DataError
 from vime.loop.checkpoint import find_checkpoints, rollout_of
 from vime.loop.staleness import version_after
+from vime.observability.run_folder import read_metrics
 from vime.types import PolicyVersion
 
 
@@ -86,12 +86,9 @@ class RunFiles:
         return found
 
     def step_metrics(self) -> dict[int, Mapping[str, Any]]:
-        """Step -> metrics, the last row of each; empty if there is no metrics.jsonl."""
+        """As `read_metrics`; empty if there is no metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        if not path.is_file():
-            return {}
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        return {int(row["step"]): row for row in rows}
+        return dict(read_metrics(path)) if path.is_file() else {}
 
     def _moved(self, path: str) -> Path:
         """A path of the run's, where it is now: what lay in the run's folder is looked for in `self.path`."""
@@ -102,10 +99,14 @@ class RunFiles:
 
 
 def rollout_versions(path: Path) -> set[PolicyVersion]:
-    """The policy versions that sampled tokens of a rollout's file."""
+    """The policy versions that sampled tokens of a rollout's file. Raises: DataError if it cannot be read."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    column = pq.read_table(path, columns=["weight_versions"]).column(0)
+    try:
+        column = pq.read_table(path, columns=["weight_versions"]).column(0)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as a rollout: {type(error).__name__}: {error}") from error
     return {span["version"] for spans in column.to_pylist() for span in spans or ()}
 
 
@@ -125,8 +126,14 @@ def pairs_of(
     if steps is not None:
         return _wanted_pairs(rollouts, weights, steps), []
     first: dict[PolicyVersion, int] = {}
+    unread: list[str] = []
     for step in sorted(rollouts):
-        for version in rollout_versions(rollouts[step]):
+        try:
+            versions = rollout_versions(rollouts[step])
+        except DataError as error:
+            unread.append(str(error))
+            continue
+        for version in versions:
             first.setdefault(version, step)
     pairs = [Pair(first[v], rollouts[first[v]], weights[v]) for v in sorted(weights) if v in first]
     if not pairs:
@@ -135,7 +142,7 @@ def pairs_of(
             f"{_list(first) if first else 'unknown'}); {_HOW_TO_SAVE}"
         )
     unused = [f"{w.origin} (version {v}): it sampled no kept rollout" for v, w in weights.items() if v not in first]
-    return sorted(pairs, key=lambda pair: pair.step), unused
+    return sorted(pairs, key=lambda pair: pair.step), [*unused, *unread]
 
 
 _HOW_TO_SAVE = "export weights during training, such as by --save-hf 'runs/a/hf/{rollout_id}' --save-hf-interval 20"
@@ -145,7 +152,7 @@ def _wanted_pairs(
     rollouts: Mapping[int, Path], weights: Mapping[PolicyVersion, SavedWeights], steps: Sequence[int]
 ) -> list[Pair]:
     problems, pairs = [], []
-    for step in steps:
+    for step in dict.fromkeys(steps):
         if step not in rollouts:
             problems.append(f"--step {step}: rollout {step} was not kept; there are {_list(rollouts)}")
             continue

@@ -47,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         journal = Journal.read(path)
         try:
+            if wanted.check:
+                journal.check_file()
             if wanted.group is not None or wanted.prompt is not None:
                 return _print_lives(journal, wanted.group, wanted.prompt)
             return _print_account(journal, path, checks=wanted.check)
@@ -57,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _number(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else -1
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is no number of a group or prompt; they begin with 0")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ versions stamped on the tokens say so, and what does not match is not compared.
 
 CHECKPOINT is an HF checkpoint: --rollouts names a file that it sampled, or an engine is started that samples some."""
 _OWN_CONTEXT = 1024
+_MIN_TEMPERATURE = 1e-3
 
 
 def run(argv: Sequence[str]) -> int:
@@ -98,8 +100,8 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"{target} is neither a run's folder (config.yaml) nor an HF checkpoint (config.json)")
     if arguments.max_samples < 0:
         problems.append(f"--max-samples is {arguments.max_samples}; give 1 or more, or 0 for all")
-    if not arguments.temperature > 0:
-        problems.append(f"--temperature is {arguments.temperature}; log-probs exist only above 0")
+    if not (arguments.temperature >= _MIN_TEMPERATURE and math.isfinite(arguments.temperature)):
+        problems.append(f"--temperature is {arguments.temperature}; give a finite number, {_MIN_TEMPERATURE} or more")
     if is_run and (arguments.rollouts is not None or arguments.temperature != 1.0):
         problems.append("--rollouts and --temperature are for a CHECKPOINT; a run has its own")
     if is_checkpoint and not is_run and (arguments.step is not None or arguments.hf_checkpoint is not None):

@@ -40,6 +40,11 @@ def local_checkpoint(checkpoint: str) -> Path:
 
 def tokenizer_problem(folder: Path) -> str | None:
     """A sentence if a checkpoint folder holds no tokenizer: transformers would make an empty one without a word."""
+    if (path := folder / "tokenizer.json").is_file():
+        try:
+            read_json_object(path)
+        except ConfigError as error:
+            return f"--hf-checkpoint {folder}: its tokenizer is damaged: {error}"
     if any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     return f"--hf-checkpoint {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})"
@@ -48,15 +53,17 @@ def tokenizer_problem(folder: Path) -> str | None:
 def load_tokenizer(folder: Path | str) -> Any:
     """The checkpoint's tokenizer, by transformers; code that the checkpoint brings is not run.
 
-    Raises: ConfigError where transformers knows no such tokenizer without that code.
+    Raises: ConfigError where its files are damaged, or transformers knows no such tokenizer without that code.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
+    except Exception as error:  # of any kind, from several libraries
         if "trust_remote_code" not in str(error):
-            raise
+            raise ConfigError(
+                f"--hf-checkpoint {folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
         raise ConfigError(
             f"--hf-checkpoint {folder}: its tokenizer is code of its own (auto_map in tokenizer_config.json), which "
             "vime does not run; save it as one of transformers' own (tokenizer.json)"

@@ -45,6 +45,7 @@ def account_of(path: Path) -> Account:
     """
     journal = Journal.read(path)
     try:
+        journal.check_file()
         return account(journal)
     finally:
         journal.close()

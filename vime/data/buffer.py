@@ -174,6 +174,10 @@ class DataBuffer(DataSource):
         self._next_group_id, self._next_sample_id, self._num_discarded = counters
         self._put_back.replace(put_back)
 
+    def forget_responses(self) -> None:
+        """What waits to be handed out again is as before any generation."""
+        self._put_back.replace([pending_again(one_sample_each(group)) for group in self._put_back])
+
     def _again(self, n: int) -> list[Group]:
         """At most n of the groups put back, which they leave."""
         if not self._put_back or n < 1:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vime.data.buffer import DataBuffer
+from vime.data.buffer import DataBuffer, one_sample_each, pending_again
 from vime.data.journal import Journal
 from vime.data.sample_json import sample_from_json, sample_to_json
 from vime.data.source import take_groups
@@ -168,6 +168,12 @@ class JournaledSource(DataSource):
 
     def _rewind(self, event: int) -> None:
         known = isinstance(self.source, DataBuffer)
+        if (
+            self._why_not is not None
+        ):  # what the checkpoint has of them is no more of this run than what the journal has
+            self._again = deque(pending_again(one_sample_each(group)) for group in self._again)
+            if isinstance(self.source, DataBuffer):
+                self.source.forget_responses()
         waiting = [group.group_id for group in self._again]
         if isinstance(self.source, DataBuffer):
             waiting += self.source.waiting

@@ -43,6 +43,28 @@ _TAIL_BYTES = 1 << 20
 _REDACTED = "(not saved)"
 
 
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """Step -> the metrics of a run's metrics.jsonl, in the steps' order.
+
+    A run that was resumed has the steps after its checkpoint twice, of which the later figures count, and a line of the
+    checkpoint's step with what was evaluated at its start. Lines that a crash cut are left out.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for line in path.read_bytes().splitlines():
+        if (row := _metrics_row(line)) is not None:
+            steps.setdefault(row["step"], {}).update(row)
+    return dict(sorted(steps.items()))
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
 class RunFolder:
     """A run's folder, made when it does not exist. Files appear whole: written under another name, then renamed.
 
@@ -67,7 +89,7 @@ class RunFolder:
         with open(self.metrics_path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             rows = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        last: int = json.loads(rows[-1])["step"] if rows else -1
+        last = next((row["step"] for line in reversed(rows) if (row := _metrics_row(line)) is not None), -1)
         return last == step - 1
 
     def remove_unused(self) -> bool:
