@@ -168,9 +168,8 @@ class JournaledSource(DataSource):
 
     def _rewind(self, event: int) -> None:
         known = isinstance(self.source, DataBuffer)
-        if (
-            self._why_not is not None
-        ):  # what the checkpoint has of them is no more of this run than what the journal has
+        if self._why_not is not None:
+            # What the checkpoint has of responses is of no more use than what the journal has.
             self._again = deque(pending_again(one_sample_each(group)) for group in self._again)
             if isinstance(self.source, DataBuffer):
                 self.source.forget_responses()
