@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.agreement.broken_engine import BREAK_VARIABLE  # noqa: E402
 from benchmarks.agreement.experiment import done, train  # noqa: E402
+from benchmarks.agreement.runs import read_differences  # noqa: E402
 from vime.engine.vllm.processes import SERVER_VARIABLE  # noqa: E402
 from vime.protocols import RolloutContext  # noqa: E402
 from vime.types import Sample  # noqa: E402
@@ -78,13 +79,6 @@ def judged(name: str, model: Path, device: str, out: Path, limit_s: float) -> di
     return entry
 
 
-def differences(folder: Path) -> list[float]:
-    """Trainer - engine, as the run itself measured it step by step."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row["train/train_rollout_logprob_abs_diff"] for row in rows if "train/step" in row]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
@@ -111,7 +105,7 @@ def main() -> int:
     rows, right = [], True
     for (name, wanted), entry in zip(VERDICTS.items(), entries, strict=True):
         found = entry["verdicts"]["engine"] if entry else {"word": "no verdict", "sentence": ""}
-        steps = differences(out / name) if done(out / name) else []
+        steps = read_differences(out / name) if done(out / name) else []
         right &= found["word"] == wanted
         numbers = ", ".join(f"{x:.1e}" for x in steps)
         print(f"| {name} | {numbers} | {found['word']}: {found['sentence']} | {wanted} |")

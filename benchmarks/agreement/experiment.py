@@ -113,15 +113,8 @@ def main() -> int:
     names = run_names(given.seeds)
     if given.stage in (None, "grpo") and complete:
         slots = [device for _ in range(given.at_a_time) for device in given.devices]
-        flags = [
-            *_TRAINER.split(),
-            *_GRPO.split(),
-            "--prompt-data",
-            str(data),
-            "--eval-prompt-data",
-            "heldout",
-            str(heldout),
-        ]
+        files = ["--prompt-data", str(data), "--eval-prompt-data", "heldout", str(heldout)]
+        flags = [*_TRAINER.split(), *_GRPO.split(), *files]
 
         def one(number: int) -> bool:
             name, model, own = names[number]

@@ -85,10 +85,10 @@ class RunFiles:
             found[first] = SavedWeights(first, hf_checkpoint, "the checkpoint that training started from")
         return found
 
-    def step_metrics(self) -> dict[int, Mapping[str, Any]]:
+    def step_metrics(self) -> Mapping[int, Mapping[str, Any]]:
         """As `read_metrics`; empty if there is no metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        return dict(read_metrics(path)) if path.is_file() else {}
+        return read_metrics(path) if path.is_file() else {}
 
     def _moved(self, path: str) -> Path:
         """A path of the run's, where it is now: what lay in the run's folder is looked for in `self.path`."""

@@ -171,10 +171,10 @@ class JournaledSource(DataSource):
         if self._why_not is not None:
             # What the checkpoint has of responses is of no more use than what the journal has.
             self._again = deque(pending_again(one_sample_each(group)) for group in self._again)
-            if isinstance(self.source, DataBuffer):
-                self.source.forget_responses()
         waiting = [group.group_id for group in self._again]
         if isinstance(self.source, DataBuffer):
+            if self._why_not is not None:
+                self.source.forget_responses()
             waiting += self.source.waiting
         found = self.journal.rewind(
             event, waiting=waiting, unsure=not known, version=self._version, why_not=self._why_not

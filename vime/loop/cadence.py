@@ -69,8 +69,11 @@ class StopRule:
         self._values: deque[float] = deque(maxlen=window)
 
     def __str__(self) -> str:
-        mean = sum(self._values) / len(self._values) if self._values else math.nan
-        return f"{self._metric} was {mean:g} on average over {len(self._values)} rollouts"
+        return f"{self._metric} was {self._mean:g} on average over {len(self._values)} rollouts"
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._values) / len(self._values) if self._values else math.nan
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; what `restore` needs to go on with the same window."""
@@ -95,5 +98,5 @@ class StopRule:
         """Whether the window of now says to stop: also true of the checkpoint of a run that was stopped by it."""
         if not self._values or len(self._values) < (self._values.maxlen or 0):
             return False
-        mean = sum(self._values) / len(self._values)
+        mean = self._mean
         return (self._below is not None and mean <= self._below) or (self._above is not None and mean >= self._above)
